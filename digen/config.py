@@ -1,0 +1,450 @@
+"""The configuration of a run: pydantic models, frozen, with unknown keys refused.
+
+The docstring under a field is its help text, shown by ``digen train --help``. Values come from a YAML file and
+dotted overrides (``schedule.window=2``); :func:`load_config` merges and validates them. Everything that can be wrong
+without starting a worker is found here or in :mod:`digen.plan`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from digen.errors import ConfigError
+
+Mode = Literal["colocated", "naive", "microbatch", "gap", "tag", "tcss"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "colocated": {"axis": "generation", "barrier": True, "tag": "never", "window": 1, "stale_fraction": 0},
+    "naive": {"axis": "generation", "barrier": True, "tag": "never", "window": 1, "stale_fraction": 0},
+    "microbatch": {"axis": "batch", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
+    "gap": {"axis": "generation", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
+    "tag": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 1, "stale_fraction": 0},
+    "tcss": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 2, "stale_fraction": Decimal("0.5")},
+}
+"""What each mode sets. A mode is a set of defaults of one scheduler: an explicit field wins over its mode."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ScheduleConfig(_Model):
+    """How Algorithm 1 runs. ``mode`` chooses defaults; any field that is set explicitly wins over them."""
+
+    mode: Mode = "tag"
+    """Preset: colocated, naive, microbatch (batch axis), gap, tag, tcss (paper, Fig. 1, 5 and 8)."""
+    axis: Literal["generation", "batch"] | None = None
+    """Axis along which a step is cut into micro-batches (paper 3.2.1)."""
+    barrier: bool | None = None
+    """Whether a stage (generate, score, update) starts only when the one before is complete."""
+    window: Annotated[int, Field(ge=1)] | None = None
+    """W: staleness stays below it. 1 is on-policy, 2 the paper's one-step bound; more draws a warning."""
+    stale_fraction: Annotated[Decimal, Field(ge=0, le=1)] | None = None
+    """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
+    tag: str | None = None
+    """Trainer-assisted generation: never, static(k), greedy or threshold."""
+    sync: Literal["hold", "pull"] = "pull"
+    """Weight sync: hold (the paper: everybody stops, then loads) or pull (each generator loads on its own)."""
+    update_order: Literal["index", "ready"] = "index"
+    """Order in which updates are consumed. index makes on-policy runs bit-identical under every schedule."""
+    max_generating: Annotated[int, Field(ge=1)] | None = None
+    """C_gen: most generations in flight. Default: one per worker that can generate."""
+
+    @field_validator("stale_fraction", mode="before")
+    @classmethod
+    def _exact(cls, value: Any) -> Any:
+        # A float's repr is the shortest decimal that names it: 0.29 becomes Decimal("0.29"), never 0.28999...
+        return str(value) if isinstance(value, float) else value
+
+    @field_validator("tag")
+    @classmethod
+    def _known_policy(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_tag(value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.resolved_window == 1 and self.stale_fraction is not None and self.stale_fraction > 0:
+            raise ValueError("stale_fraction > 0 needs window >= 2: with window 1 every micro-batch is fresh")
+        return self
+
+    def _resolved(self, field: str) -> Any:
+        value = getattr(self, field)
+        return PRESETS[self.mode][field] if value is None else value
+
+    @property
+    def resolved_axis(self) -> Literal["generation", "batch"]:
+        """The axis after the mode's defaults."""
+        axis: Literal["generation", "batch"] = self._resolved("axis")
+        return axis
+
+    @property
+    def resolved_barrier(self) -> bool:
+        """The barrier after the mode's defaults."""
+        return bool(self._resolved("barrier"))
+
+    @property
+    def resolved_window(self) -> int:
+        """The window after the mode's defaults."""
+        return int(self._resolved("window"))
+
+    @property
+    def resolved_stale_fraction(self) -> Decimal:
+        """The stale fraction after the mode's defaults; one half when only ``window`` was raised."""
+        if self.stale_fraction is None and self.resolved_window > 1 and PRESETS[self.mode]["window"] == 1:
+            return Decimal("0.5")
+        return Decimal(self._resolved("stale_fraction"))
+
+    @property
+    def resolved_tag(self) -> str:
+        """The TAG policy after the mode's defaults."""
+        return str(self._resolved("tag"))
+
+
+def parse_tag(text: str) -> tuple[str, int | None]:
+    """Split a TAG policy such as ``"static(2)"`` into its name and argument.
+
+    Raises:
+        ValueError: it is not one of never, static(k), greedy, threshold.
+    """
+    match = re.fullmatch(r"(never|greedy|threshold)|static\((\d+)\)", text.strip())
+    if match is None:
+        raise ValueError(f"unknown TAG policy {text!r}; known: never, static(k) with k >= 0, greedy, threshold")
+    if match[1]:
+        return match[1], None
+    return "static", int(match[2])
+
+
+class RunSection(_Model):
+    """What the run is called, where it lives, how long it is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "digits"
+    """Name: letters, digits, dot, dash and underscore."""
+    output: Path = Path("runs")
+    """Folder that holds the run's folder, ``output/name``."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Every random stream of the run derives from it."""
+    num_steps: Annotated[int, Field(ge=1)] = 50
+    """Number of optimizer steps."""
+
+
+class ModelSection(_Model):
+    """The policy."""
+
+    family: str = "digits"
+    """Model family; decides how a model is called."""
+    path: Path | None = None
+    """A folder in diffusers' layout. The digits family has an embedded one."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Precision of the weights and of the forward. Step maths is always float32 or better."""
+    device: str = "cpu"
+    """Torch device of every worker, for example cpu or cuda."""
+    forward_batch: Annotated[int, Field(ge=1)] | None = None
+    """Samples in one forward, padded. Default: the micro-batch. Fixed, because a forward is not batch invariant."""
+
+
+class PromptSection(_Model):
+    """Where prompts come from."""
+
+    source: Path | str | None = None
+    """A .txt, .jsonl or .csv file, or hf:NAME for a Hugging Face data set. Default: the family's own prompts."""
+    column: str = "prompt"
+    """The column (csv, hf) or key (jsonl) that holds the text; the others become metadata."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    shuffle: bool = True
+    """Shuffle every epoch, by the run's seed."""
+    held_out: Annotated[int, Field(ge=0)] = 0
+    """Number of prompts kept apart for evaluation, drawn by the run's seed; 0 evaluates on the training prompts."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use only the first so many prompts of the source."""
+
+
+class PlanSection(_Model):
+    """How a step is made of prompts, samples and micro-batches (paper 3.2.1)."""
+
+    prompts_per_step: Annotated[int, Field(ge=1)] = 10
+    """Groups in a step."""
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 24
+    """Group size K."""
+    micro_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Samples in a micro-batch. Default: one group (generation axis), or one group per generator rank (batch axis)."""
+
+
+class SamplingSection(_Model):
+    """How trajectories are drawn."""
+
+    num_inference_steps: Annotated[int, Field(ge=2)] = 8
+    """Denoising steps T of a trajectory."""
+    noise_level: Annotated[float, Field(gt=0)] = 0.7
+    """a in s = a sqrt(sigma / (1 - sigma)) of the Flow-SDE step."""
+    shift: Annotated[float, Field(gt=0)] | None = None
+    """Static shift of the sigma schedule. Default: the scheduler config in the model's folder."""
+
+
+class AdvantageSection(_Model):
+    """How rewards become advantages."""
+
+    kind: Literal["per_prompt", "global_std"] = "per_prompt"
+    """Divide by the group's own standard deviation, or by that of the whole step (waits for all of its rewards)."""
+    ddof: Annotated[int, Field(ge=0, le=1)] = 0
+    """0: population standard deviation, 1: sample standard deviation."""
+    epsilon: Annotated[float, Field(ge=0)] = 1e-4
+    """Added to the divisor."""
+    best_of_n: Annotated[int, Field(ge=2)] | None = None
+    """Keep the n/2 best and n/2 worst of each group. Default: keep all."""
+
+    @field_validator("best_of_n")
+    @classmethod
+    def _even(cls, value: int | None) -> int | None:
+        if value is not None and value % 2:
+            raise ValueError(f"best_of_n must be even (half best, half worst), got {value}")
+        return value
+
+
+class AlgorithmSection(_Model):
+    """The policy-gradient algorithm."""
+
+    name: Literal["flow_grpo"] = "flow_grpo"
+    """Algorithm."""
+    advantage: AdvantageSection = AdvantageSection()
+    """Advantages."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """PPO clip on the ratio of mean log-probabilities; a mean over dimensions, so far smaller than in language models."""
+    advantage_clip: Annotated[float, Field(gt=0)] = 5.0
+    """Advantages are clamped to +- this before the loss."""
+    timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
+    """Share of the denoising steps that is trained: int(fraction * T), never the last, noiseless one."""
+    tsp_chunk: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """Timestep parallelism (paper 3.2.2): timesteps in one forward. 1 is sequential."""
+    old_logprobs: Literal["auto", "behaviour", "recompute"] = "auto"
+    """Where fresh samples' old log-probabilities come from; stale samples always use the behaviour policy's."""
+
+
+class OptimizerSection(_Model):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """torch.optim class."""
+    lr: Annotated[float, Field(gt=0)] = 6e-5
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's betas; betas[0] is SGD's momentum."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the gradient's global norm."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay to zero over the run after the warm-up, or none."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Keep an exponential moving average of the weights, min((1+k)/(10+k), decay). Default: none."""
+    ema_interval: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps between EMA updates."""
+
+
+class RewardSection(_Model):
+    """What a sample is worth."""
+
+    name: str = "classifier"
+    """A built-in reward, or ``package.module:function``."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+
+
+class WorkersSection(_Model):
+    """Which processes run and where."""
+
+    generators: Annotated[int, Field(ge=0)] = 1
+    """Generator processes. Mode colocated uses none: its trainer does every stage."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
+    colocated_threads: Annotated[int, Field(ge=1)] | None = None
+    """Torch threads of the single worker of mode colocated. Default: all cores."""
+    gpus: dict[str, tuple[int, ...]] = {}
+    """CUDA devices by worker name, for example {gen0: [0], trainer: [1]}."""
+    offload: bool = False
+    """Move gradients and optimizer state out of the way for an assist and back after it."""
+    checksums: bool = False
+    """Checksum every payload in shared memory (weights are always checked)."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time until a worker is READY."""
+    stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """Time between asking a worker to end and killing it."""
+
+
+class CheckpointSection(_Model):
+    """When and how many checkpoints."""
+
+    every: Annotated[int, Field(ge=1)] = 10
+    """Steps between checkpoints; the last step always has one."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """Checkpoints that stay on disk."""
+
+
+class EvaluationSection(_Model):
+    """Held-out ODE samples."""
+
+    at_start: bool = True
+    """Evaluate the base weights."""
+    at_end: bool = True
+    """Evaluate the final weights."""
+    num_prompts: Annotated[int, Field(ge=1)] = 10
+    """Held-out prompts; all of them if fewer."""
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 40
+    """Samples of each."""
+
+
+class ObserveSection(_Model):
+    """What is written beside the events."""
+
+    preview_every: Annotated[int, Field(ge=0)] = 10
+    """Steps between sample grids; 0 writes none."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Level of digen's own log."""
+
+
+class RunConfig(_Model):
+    """A whole run, as ``digen train`` takes it."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    prompts: PromptSection = PromptSection()
+    plan: PlanSection = PlanSection()
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    reward: RewardSection = RewardSection()
+    schedule: ScheduleConfig = ScheduleConfig()
+    workers: WorkersSection = WorkersSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    observe: ObserveSection = ObserveSection()
+
+    @model_validator(mode="after")
+    def _workers_fit_mode(self) -> Self:
+        colocated = self.schedule.mode == "colocated"
+        if colocated and "generators" in self.workers.model_fields_set and self.workers.generators != 0:
+            raise ValueError(
+                "workers.generators must be 0 in mode colocated: one worker does every stage with all cores"
+            )
+        if not colocated and self.workers.generators == 0:
+            raise ValueError("workers.generators must be at least 1 in every mode but colocated")
+        return self
+
+    @property
+    def num_generators(self) -> int:
+        """Generator processes after the mode is taken into account."""
+        return 0 if self.schedule.mode == "colocated" else self.workers.generators
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run.output / self.run.name
+
+
+def load_config(
+    path: Path | str | None = None, overrides: list[str] | tuple[str, ...] | dict[str, Any] = ()
+) -> RunConfig:
+    """Read a YAML file, apply dotted overrides, validate.
+
+    Args:
+        path: YAML file; ``None`` starts from the defaults (the embedded digits job).
+        overrides: ``["schedule.window=2", ...]`` or ``{"schedule.window": 2}``; string values are read as YAML.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, or a value is wrong; one line that names the field.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = _read_yaml(Path(path))
+    items = overrides.items() if isinstance(overrides, dict) else (_split_override(text) for text in overrides)
+    for key, value in items:
+        _set_dotted(data, key, value)
+    return validate(data, source=str(path) if path is not None else "the defaults")
+
+
+def validate(data: dict[str, Any], source: str) -> RunConfig:
+    """Validate plain data as a :class:`RunConfig`; ``source`` is named in the error."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The whole resolved config as YAML that :func:`load_config` reads back to an equal object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(data).__name__}")
+    return data
+
+
+def _split_override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"override {text!r} is not of the form section.field=value")
+    return key.strip(), value
+
+
+def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {key}: {' '.join(str(error).split())}") from None
+    *parents, leaf = key.split(".")
+    node = data
+    for part in parents:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {key}: {part} is not a section")
+        node = child
+    node[leaf] = value
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    field = ".".join(location) or "config"
+    if item["type"] == "extra_forbidden":
+        known = _known_fields(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        return f"unknown key {field!r}; {hint}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "value_error":
+        return f"{field}: {message}"
+    return f"{field}: {message} (got {item['input']!r})"
+
+
+def _known_fields(location: list[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)

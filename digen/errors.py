@@ -1,0 +1,142 @@
+"""Every error that digen raises on purpose.
+
+::
+
+    DigenError
+    ├── ConfigError            a field, file or option is wrong; raised before any work starts
+    │   ├── PlanError          the arithmetic of prompts, samples and micro-batches does not work out
+    │   └── MissingExtra       an optional dependency is absent; names the extra to install
+    ├── WorkerError            something went wrong on one worker (``.worker``, ``.task``)
+    │   ├── WorkerDied         the process ended (``.exit_code`` or ``.signal``, ``.log_tail``)
+    │   ├── WorkerTimeout      it did not answer in time
+    │   ├── WorkerRaised       its code raised; the remote traceback is attached as a note
+    │   └── ProtocolError      it answered something that is not an answer
+    ├── RewardError            a reward could not be computed, or is not a finite number
+    ├── NumericsError          a latent, log-probability, loss or gradient is not finite, or a floor is too high
+    ├── StalenessViolation     a micro-batch was consumed outside the staleness bound: a bug in digen
+    ├── InvariantViolation     an event contradicts the semantics of the schedule: a bug in digen
+    ├── StepFailed             a step cannot be completed
+    └── CheckpointError        a checkpoint is missing, corrupt, or of another run
+
+Every message says what happened, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+
+
+class DigenError(Exception):
+    """Base of all errors that digen raises on purpose."""
+
+
+class ConfigError(DigenError):
+    """A configuration value, option or file is wrong. Raised before any worker starts where possible."""
+
+
+class PlanError(ConfigError):
+    """Prompts, samples, ranks and micro-batches do not divide; the message names numbers that would."""
+
+
+class MissingExtra(ConfigError):
+    """An optional dependency is not installed.
+
+    Args:
+        module: the import that failed.
+        extra: the extra of ``digen-rl`` that provides it.
+    """
+
+    def __init__(self, module: str, extra: str) -> None:
+        self.module = module
+        self.extra = extra
+        super().__init__(f"{module} is not installed; install it with: pip install 'digen-rl[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str]]:
+        return MissingExtra, (self.module, self.extra)
+
+
+class WorkerError(DigenError):
+    """Something went wrong on one worker.
+
+    Args:
+        message: what happened and what to do.
+        worker: the worker's name.
+        task: what it was doing, for example ``"generate step 3 micro-batch 5"``; empty when idle.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", task: str = "") -> None:
+        self.worker = worker
+        self.task = task
+        super().__init__(message)
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended while it was needed.
+
+    ``exit_code`` is the exit status, or ``None`` when a signal ended it; ``signal`` the reverse.
+    ``log_tail`` holds the last lines that the worker wrote.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        task: str = "",
+        exit_code: int | None = None,
+        signal: int | None = None,
+        log_tail: str = "",
+        log_path: str = "",
+    ) -> None:
+        self.exit_code = exit_code
+        self.signal = signal
+        self.log_tail = log_tail
+        how = f"killed by {_signal_name(signal)}" if signal is not None else f"exit code {exit_code}"
+        message = f"worker {worker!r} died ({how}) " + (f"during {task}" if task else "while idle")
+        if log_path:
+            message += f"; its log is {log_path}"
+        super().__init__(message, worker=worker, task=task)
+        if log_tail:
+            self.add_note(f"last lines of {worker}'s log:\n{log_tail}")
+
+
+class WorkerTimeout(WorkerError):
+    """A worker did not answer within its deadline."""
+
+
+class WorkerRaised(WorkerError):
+    """The worker's own code raised an exception; its traceback is attached as a note."""
+
+
+class ProtocolError(WorkerError):
+    """A worker sent bytes that are not a valid answer to a request that was made."""
+
+
+class RewardError(DigenError):
+    """A reward could not be computed or is not a finite number. Never replaced by a default."""
+
+
+class NumericsError(DigenError):
+    """A latent, log-probability, loss or gradient is not finite, or log-prob noise exceeds what the clip allows."""
+
+
+class StalenessViolation(DigenError):
+    """An update was about to consume a micro-batch outside the staleness bound. A bug in digen, never a user error."""
+
+
+class InvariantViolation(DigenError):
+    """An event contradicts the schedule's semantics (see :mod:`digen.sched.invariants`)."""
+
+
+class StepFailed(DigenError):
+    """A step cannot be completed."""
+
+
+class CheckpointError(DigenError):
+    """A checkpoint is missing, incomplete, corrupt, or belongs to another run."""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return _signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,284 @@
+"""One frozen event per fact, and the bus that hands them to sinks.
+
+The scheduler emits every decision it takes and every result it gets. Reports, traces, metrics, progress and the
+invariant checker are folds over this stream: none of them keeps a timer of its own. ``events.jsonl`` is the stream,
+one JSON object a line.
+
+``time`` is in seconds of the loop's monotonic clock since the run began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+TaskKind = Literal["load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint"]
+"""What a worker can be busy with. ``assist`` is a generation on the trainer; ``switch`` its load and offload."""
+
+Role = Literal["generator", "scorer", "trainer"]
+
+Cause = Literal[
+    "wait_weights",
+    "wait_rollout",
+    "wait_score",
+    "wait_group",
+    "wait_order",
+    "wait_barrier",
+    "wait_hold",
+    "wait_limit",
+    "wait_work",
+    "wait_skip",
+]
+"""Why a worker idles.
+
+=============  =====================================================================================
+wait_weights   every micro-batch it may take is dispatched; the next step waits for new weights
+wait_rollout   the trainer waits for a generation to finish
+wait_score     the trainer waits for a score to finish
+wait_group     samples are scored, but their groups are not complete
+wait_order     scored micro-batches wait, but not the next one in index order
+wait_barrier   a stage barrier (modes colocated and naive) holds it back
+wait_hold      ``sync="hold"``: waits until all generators have stopped and loaded
+wait_limit     ``max_generating`` generations are running
+wait_work      nothing is left to do in this run
+wait_skip      the TAG policy skipped this bubble
+=============  =====================================================================================
+"""
+
+
+class Event(Struct, frozen=True, tag_field="event"):
+    """Base of all events."""
+
+    time: float
+
+
+class RunStarted(Event, frozen=True, tag="run_started"):
+    """The schedule that is about to run."""
+
+    num_steps: int
+    start_step: int
+    num_micro_batches: int
+    window: int
+    stale_limit: int
+    """Most stale micro-batches in one step: floor(stale_fraction * B)."""
+    sync: str
+    update_order: str
+    tag: str
+    barrier: bool
+    info: dict[str, Any] = {}
+
+
+class WorkerJoined(Event, frozen=True, tag="worker_joined"):
+    """A worker takes part from now on."""
+
+    worker: str
+    role: Role
+    version: int
+
+
+class WorkerLeft(Event, frozen=True, tag="worker_left"):
+    """A worker takes part no more."""
+
+    worker: str
+    reason: str
+
+
+class TaskStarted(Event, frozen=True, tag="task_started"):
+    """A task was given to a worker."""
+
+    task: int
+    kind: TaskKind
+    worker: str
+    step: int
+    index: int
+    """Micro-batch, or -1 for tasks of a whole step."""
+    version: int
+    """Version of the weights that the worker holds (generate, assist) or is about to make or load."""
+    stale: bool = False
+
+
+class TaskFinished(Event, frozen=True, tag="task_finished"):
+    """A task returned."""
+
+    task: int
+    kind: TaskKind
+    worker: str
+    step: int
+    index: int
+    version: int
+    started: float
+    stats: dict[str, float] = {}
+
+
+class TaskFailed(Event, frozen=True, tag="task_failed"):
+    """A task raised, or its worker died, or it was cancelled."""
+
+    task: int
+    kind: TaskKind
+    worker: str
+    step: int
+    index: int
+    started: float
+    error: str
+
+
+class BubbleOpened(Event, frozen=True, tag="bubble_opened"):
+    """A worker became idle. Its next task ends the bubble."""
+
+    worker: str
+    cause: Cause
+
+
+class TagDecided(Event, frozen=True, tag="tag_decided"):
+    """A TAG policy was asked about one emerging bubble."""
+
+    worker: str
+    step: int
+    assist: bool
+    policy: str
+    reason: str
+    saving_s: float | None = None
+
+
+class Rewarded(Event, frozen=True, tag="rewarded"):
+    """A micro-batch's rewards arrived."""
+
+    step: int
+    index: int
+    rewards: tuple[float, ...]
+    heads: dict[str, tuple[float, ...]] = {}
+
+
+class GroupCompleted(Event, frozen=True, tag="group_completed"):
+    """All rewards of a prompt's group are known and its advantages computed."""
+
+    step: int
+    uid: str
+    reward_mean: float
+    reward_std: float
+    num_kept: int
+    num_micro_batches: int
+    versions: tuple[int, ...]
+
+
+class MicroBatchSettled(Event, frozen=True, tag="micro_batch_settled"):
+    """A micro-batch is done with in its step: its gradient is accumulated, or best-of-N kept none of it."""
+
+    step: int
+    index: int
+    outcome: Literal["updated", "empty"]
+    version: int
+    staleness: int
+
+
+class StepCommitted(Event, frozen=True, tag="step_committed"):
+    """The optimizer stepped. ``values`` are the metrics of the step's :class:`digen.types.StepReport`."""
+
+    step: int
+    version: int
+    values: dict[str, float]
+
+
+class CheckpointSaved(Event, frozen=True, tag="checkpoint_saved"):
+    """A complete checkpoint is on disk."""
+
+    version: int
+    path: str
+
+
+class Evaluated(Event, frozen=True, tag="evaluated"):
+    """Held-out samples were drawn and judged; never counted as training."""
+
+    version: int
+    num_samples: int
+    metrics: dict[str, float]
+
+
+class RunFinished(Event, frozen=True, tag="run_finished"):
+    """The scheduler ended."""
+
+    outcome: Literal["completed", "drained", "stopped", "failed"]
+    error: str = ""
+
+
+AnyEvent = (
+    RunStarted
+    | WorkerJoined
+    | WorkerLeft
+    | TaskStarted
+    | TaskFinished
+    | TaskFailed
+    | BubbleOpened
+    | TagDecided
+    | Rewarded
+    | GroupCompleted
+    | MicroBatchSettled
+    | StepCommitted
+    | CheckpointSaved
+    | Evaluated
+    | RunFinished
+)
+
+Sink = Callable[[AnyEvent], None]
+"""A sink is a callable that takes one event. It must not block."""
+
+
+class EventLog:
+    """A sink that appends events to ``events.jsonl``.
+
+    Lines are buffered and flushed at every commit and at the end, so that the cost per event stays at an encode and
+    an append. Use as a context manager or call :meth:`close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=1 << 16)
+        self._encode = msgspec.json.Encoder().encode
+
+    def __call__(self, event: AnyEvent) -> None:
+        """Append one event."""
+        self._file.write(self._encode(event) + b"\n")
+        if isinstance(event, StepCommitted | RunFinished | CheckpointSaved | Evaluated):
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    """Yield the events of an ``events.jsonl``.
+
+    A last line that a crash cut short is left out; a broken line before it raises ``ValueError`` with its number.
+    """
+    decode = msgspec.json.Decoder(AnyEvent).decode
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            yield decode(line)
+        except msgspec.DecodeError as error:
+            if number == len(lines):
+                return
+            raise ValueError(f"{path} line {number}: {error}") from error
+
+
+def fan_out(sinks: Iterable[Sink]) -> Sink:
+    """One sink that hands every event to all of ``sinks`` in order."""
+    targets = tuple(sinks)
+    if len(targets) == 1:
+        return targets[0]
+
+    def emit(event: AnyEvent) -> None:
+        for sink in targets:
+            sink(event)
+
+    return emit

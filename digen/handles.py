@@ -1,0 +1,103 @@
+"""What the scheduler needs from an engine: protocols that are satisfied by shape, not by inheritance.
+
+The same methods appear twice in digen. A *handle* has them as coroutines and lives in the driver; a worker
+*target* has them as plain blocking functions and lives in a child process (or in this one, behind an
+:class:`digen.InProcessWorker`). Nothing else is asked of either.
+
+Optional methods are looked up by name and used when they exist:
+
+========================  ==========================================================================
+``generate`` on a trainer  makes it eligible for assists (TAG, paper 3.3)
+``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
+``release(payload)``       the scheduler will not read this payload again; not a coroutine
+``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began
+``version``                attribute: optimizer steps in the weights it holds now (default 0)
+========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from digen.types import (
+    CommitReport,
+    EvaluationReport,
+    EvaluationRequest,
+    LoadReport,
+    MicroBatch,
+    Publication,
+    Rollout,
+    Scored,
+    UpdateReport,
+)
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """Anything with a name that is unique in the run."""
+
+    @property
+    def name(self) -> str:
+        """Unique name, used in events, reports and errors."""
+        ...
+
+
+@runtime_checkable
+class Generator(Handle, Protocol):
+    """Draws trajectories and loads published weights. With ``score`` it also scores (the paper's colocated reward)."""
+
+    async def generate(self, micro_batch: MicroBatch, /) -> Rollout:
+        """Generate every sample of ``micro_batch`` with the weights held now."""
+        ...
+
+    async def load(self, publication: Publication, /) -> LoadReport:
+        """Replace the weights. Called only between trajectories."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Handle, Protocol):
+    """Computes rewards. A generator may be one; a pool of its own or an endpoint may be another."""
+
+    async def score(self, rollout: Rollout, /) -> Scored:
+        """One finite reward per sample, or raise :class:`digen.errors.RewardError`."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Handle, Protocol):
+    """Accumulates gradients, steps the optimizer and publishes weights."""
+
+    async def update(self, rollout: Rollout, advantages: Sequence[float | None], /) -> UpdateReport:
+        """Accumulate the unnormalised gradient of one micro-batch.
+
+        ``advantages`` has one entry per sample in row order; ``None`` leaves the sample out (best-of-N).
+        """
+        ...
+
+    async def commit(self, step: int, indices: Sequence[int], /) -> CommitReport:
+        """Divide by the step's denominator and step the optimizer.
+
+        ``indices`` are the micro-batches whose updates the step must consist of, no more and no fewer.
+        """
+        ...
+
+    async def publish(self, version: int, /) -> Publication:
+        """Make the weights of ``version``, the current one, available to generators."""
+        ...
+
+
+METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "generate": ((MicroBatch,), Rollout),
+    "score": ((Rollout,), Scored),
+    "load": ((Publication,), LoadReport),
+    "update": ((Rollout, tuple[float | None, ...]), UpdateReport),
+    "commit": ((int, tuple[int, ...]), CommitReport),
+    "publish": ((int,), Publication),
+    "switch": ((str,), None),
+    "save": ((str,), dict[str, Any]),
+    "restore": ((str,), int),
+    "evaluate": ((EvaluationRequest,), EvaluationReport),
+}
+"""Argument types and result type of every method that crosses a process boundary."""
