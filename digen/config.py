@@ -98,7 +98,9 @@ class ScheduleConfig(_Model):
 
     @property
     def resolved_stale_fraction(self) -> Decimal:
-        """The stale fraction after the mode's defaults; one half when only ``window`` was raised."""
+        """The stale fraction after the mode's defaults; 0 on-policy, one half when only ``window`` was raised."""
+        if self.resolved_window == 1:
+            return Decimal(0)
         if self.stale_fraction is None and self.resolved_window > 1 and PRESETS[self.mode]["window"] == 1:
             return Decimal("0.5")
         return Decimal(self._resolved("stale_fraction"))
@@ -154,7 +156,7 @@ class ModelSection(_Model):
 class PromptSection(_Model):
     """Where prompts come from."""
 
-    source: Path | str | None = None
+    source: str | None = None
     """A .txt, .jsonl or .csv file, or hf:NAME for a Hugging Face data set. Default: the family's own prompts."""
     column: str = "prompt"
     """The column (csv, hf) or key (jsonl) that holds the text; the others become metadata."""
@@ -218,7 +220,7 @@ class AlgorithmSection(_Model):
     advantage: AdvantageSection = AdvantageSection()
     """Advantages."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """PPO clip on the ratio of mean log-probabilities; a mean over dimensions, so far smaller than in language models."""
+    """PPO clip range. Log-probabilities are means over dimensions, so it is far smaller than in language models."""
     advantage_clip: Annotated[float, Field(gt=0)] = 5.0
     """Advantages are clamped to +- this before the loss."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
@@ -236,7 +238,7 @@ class OptimizerSection(_Model):
     """torch.optim class."""
     lr: Annotated[float, Field(gt=0)] = 6e-5
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Adam's betas; betas[0] is SGD's momentum."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's epsilon."""
@@ -266,8 +268,8 @@ class RewardSection(_Model):
 class WorkersSection(_Model):
     """Which processes run and where."""
 
-    generators: Annotated[int, Field(ge=0)] = 1
-    """Generator processes. Mode colocated uses none: its trainer does every stage."""
+    generators: Annotated[int, Field(ge=1)] | None = None
+    """Generator processes. Default: 1; mode colocated has none, its one worker does every stage."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
     colocated_threads: Annotated[int, Field(ge=1)] | None = None
@@ -334,19 +336,16 @@ class RunConfig(_Model):
 
     @model_validator(mode="after")
     def _workers_fit_mode(self) -> Self:
-        colocated = self.schedule.mode == "colocated"
-        if colocated and "generators" in self.workers.model_fields_set and self.workers.generators != 0:
+        if self.schedule.mode == "colocated" and self.workers.generators is not None:
             raise ValueError(
-                "workers.generators must be 0 in mode colocated: one worker does every stage with all cores"
+                "leave out workers.generators in mode colocated: one worker does every stage, on all cores"
             )
-        if not colocated and self.workers.generators == 0:
-            raise ValueError("workers.generators must be at least 1 in every mode but colocated")
         return self
 
     @property
     def num_generators(self) -> int:
         """Generator processes after the mode is taken into account."""
-        return 0 if self.schedule.mode == "colocated" else self.workers.generators
+        return 0 if self.schedule.mode == "colocated" else self.workers.generators or 1
 
     @property
     def folder(self) -> Path:
@@ -403,7 +402,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"config file {path} must hold a mapping of sections, not {type(data).__name__}")
-    return data
+    return {name: {} if section is None else section for name, section in data.items()}
 
 
 def _split_override(text: str) -> tuple[str, Any]:
@@ -431,20 +430,33 @@ def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
 
 def _explain(item: Any) -> str:
     location = [str(part) for part in item["loc"]]
-    field = ".".join(location) or "config"
     if item["type"] == "extra_forbidden":
         known = _known_fields(location[:-1])
         close = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        return f"unknown key {field!r}; {hint}"
+        return f"unknown key {'.'.join(location)!r}; {hint}"
+    field = ".".join(_field_path(location)) or "config"
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{field}: {message}"
     return f"{field}: {message} (got {item['input']!r})"
 
 
+def _field_path(location: list[str]) -> list[str]:
+    """The part of pydantic's location that names fields and items, without the branches of a union."""
+    path: list[str] = []
+    for part in location:
+        if not (part.isidentifier() or part.isdigit()) or (
+            path and part not in _known_fields(path) and not part.isdigit()
+        ):
+            break
+        path.append(part)
+    return path
+
+
 def _known_fields(location: list[str]) -> list[str]:
     model: Any = RunConfig
     for part in location:
-        model = model.model_fields[part].annotation
-    return list(model.model_fields)
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field is not None else None
+    return list(getattr(model, "model_fields", {}))

@@ -231,10 +231,13 @@ class EventLog:
     """A sink that appends events to ``events.jsonl``.
 
     Lines are buffered and flushed at every commit and at the end, so that the cost per event stays at an encode and
-    an append. Use as a context manager or call :meth:`close`.
+    an append. Use as a context manager or call :meth:`close`. A last line that a crash cut short is removed before
+    anything is appended.
     """
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            _remove_cut_line(path)
         self._file = path.open("ab", buffering=1 << 16)
         self._encode = msgspec.json.Encoder().encode
 
@@ -255,20 +258,28 @@ class EventLog:
         self.close()
 
 
+def _remove_cut_line(path: Path) -> None:
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
 def read_events(path: Path) -> Iterator[AnyEvent]:
     """Yield the events of an ``events.jsonl``.
 
-    A last line that a crash cut short is left out; a broken line before it raises ``ValueError`` with its number.
+    A last line that a crash cut short (it has no newline) is left out; any other broken line raises ``ValueError``
+    with its number.
     """
     decode = msgspec.json.Decoder(AnyEvent).decode
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            yield decode(line)
-        except msgspec.DecodeError as error:
-            if number == len(lines):
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
                 return
-            raise ValueError(f"{path} line {number}: {error}") from error
+            try:
+                yield decode(line)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path} line {number}: {error}") from error
 
 
 def fan_out(sinks: Iterable[Sink]) -> Sink:

@@ -1,0 +1,188 @@
+"""Checkpoints: what is true after a crash.
+
+A checkpoint is a folder ``checkpoints/step-000010`` that the trainer and the driver wrote together under a temporary
+name and that was renamed once every file in it was complete and synced. ``manifest.json`` is written last and holds
+the SHA-256 of every other file; a folder without it, or with a file that differs from it, is not a checkpoint.
+
+Checkpoints are taken between a commit and the next update only, so the ledger of undone work is short: every
+micro-batch of the steps from ``first_undone_step`` on. No cursor into the data is stored; the plan computes the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from digen.errors import CheckpointError
+
+SCHEMA = 1
+_MANIFEST = "manifest.json"
+_STATE = "state.json"
+
+log = structlog.get_logger("digen.checkpoint")
+
+
+class RunState(Struct, frozen=True):
+    """The driver's part of a checkpoint, ``state.json``."""
+
+    schema: int
+    version: int
+    """Optimizer steps in the weights."""
+    first_undone_step: int
+    """Every micro-batch of this and later steps is undone; every one of earlier steps was trained exactly once."""
+    plan_digest: str
+    """Of the plan whose steps were trained; another plan is refused."""
+    family: str
+
+
+class Checkpoints:
+    """The checkpoints of one run's folder. Also the scheduler's :class:`digen.sched.lanes.Checkpointer`.
+
+    Args:
+        folder: the run's ``checkpoints`` folder.
+        every: steps between checkpoints.
+        keep: how many stay on disk.
+        plan_digest: :attr:`digen.Plan.digest` of the run.
+        family: model family of the run.
+    """
+
+    def __init__(self, folder: Path, *, every: int, keep: int, plan_digest: str, family: str) -> None:
+        self._folder = folder
+        self._every = every
+        self._keep = keep
+        self._plan_digest = plan_digest
+        self._family = family
+
+    def due(self, version: int, *, last: bool) -> bool:
+        """Every ``every`` steps, and whenever the run ends with these weights."""
+        return last or version % self._every == 0
+
+    async def save(self, trainer: Any, version: int) -> str:
+        """Have the trainer write its part, add the driver's, make it durable, rename, prune."""
+        final = self._folder / f"step-{version:06d}"
+        temporary = self._folder / f".step-{version:06d}.tmp"
+        await asyncio.to_thread(_fresh, temporary)
+        files = await trainer.save(str(temporary))
+        state = RunState(SCHEMA, version, version, self._plan_digest, self._family)
+        await asyncio.to_thread(_complete, temporary, final, files, state)
+        await asyncio.to_thread(self._prune)
+        return str(final)
+
+    def find(self, which: str | Path) -> tuple[Path, RunState]:
+        """The checkpoint to resume from: ``"latest"`` or a path.
+
+        ``"latest"`` is the newest one that is intact; broken ones are named in a warning and passed over.
+
+        Raises:
+            CheckpointError: there is none, or the one named is broken or of another plan or family.
+        """
+        if str(which) != "latest":
+            path = Path(which)
+            return path, self._checked(path)
+        reasons = []
+        for path in reversed(self._complete_folders()):
+            try:
+                return path, self._checked(path)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                log.warning("checkpoint is unusable, trying the one before", reason=str(error))
+        if reasons:
+            raise CheckpointError(f"no usable checkpoint in {self._folder}: {'; '.join(reasons)}")
+        raise CheckpointError(
+            f"no checkpoint in {self._folder}; the run ended before its first one: delete its folder and start again"
+        )
+
+    def _complete_folders(self) -> list[Path]:
+        return sorted(self._folder.glob("step-*")) if self._folder.is_dir() else []
+
+    def _checked(self, path: Path) -> RunState:
+        state = verify(path)
+        if state.plan_digest != self._plan_digest:
+            raise CheckpointError(
+                f"checkpoint {path} is of another plan (prompts, group size, micro-batches or seed differ); "
+                "resume with the config.yaml in the run's folder"
+            )
+        if state.family != self._family:
+            raise CheckpointError(f"checkpoint {path} is of family {state.family!r}, the config of {self._family!r}")
+        return state
+
+    def _prune(self) -> None:
+        for path in self._complete_folders()[: -self._keep]:
+            shutil.rmtree(path)
+
+
+def verify(path: Path) -> RunState:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: names the first file that is missing or differs.
+    """
+    manifest = path / _MANIFEST
+    try:
+        digests = msgspec.json.decode(manifest.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {_MANIFEST}") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{manifest} cannot be read: {error}") from None
+    for name, digest in digests.items():
+        try:
+            found = _sha256(path / name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} is broken: {name} cannot be read: {error.strerror}") from None
+        if found != digest:
+            raise CheckpointError(f"checkpoint {path} is corrupt: {name} differs from the manifest; use another one")
+    if _STATE not in digests:
+        raise CheckpointError(f"checkpoint {path} is broken: its manifest does not name {_STATE}")
+    try:
+        state = msgspec.json.decode((path / _STATE).read_bytes(), type=RunState)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"checkpoint {path}: {_STATE} is not valid: {error}") from None
+    if state.schema != SCHEMA:
+        raise CheckpointError(f"checkpoint {path} has schema {state.schema}; this release reads {SCHEMA}")
+    return state
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+
+
+def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunState) -> None:
+    content = msgspec.json.encode(state)
+    _write_synced(temporary / _STATE, content)
+    digests = {**files, _STATE: hashlib.sha256(content).hexdigest()}
+    _write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())
+    _sync(temporary)
+    if final.exists():  # a resumed run reached the same step again
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

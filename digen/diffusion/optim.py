@@ -1,0 +1,73 @@
+"""The optimizer, its learning-rate schedule and the moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from digen.config import OptimizerSection
+from digen.diffusion.families.base import compute_dtype
+
+
+def build_optimizer(parameters: Sequence[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
+    """The ``torch.optim`` optimizer of a config; one parameter group, in the order given."""
+    match section.name:
+        case "sgd":
+            return torch.optim.SGD(
+                parameters, lr=section.lr, momentum=section.betas[0], weight_decay=section.weight_decay
+            )
+        case "adam" | "adamw":
+            kind = torch.optim.Adam if section.name == "adam" else torch.optim.AdamW
+            return kind(
+                parameters, lr=section.lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+            )
+
+
+def learning_rate(section: OptimizerSection, step: int, num_steps: int) -> float:
+    """The rate at optimizer step ``step`` (from 0) of ``num_steps``: linear warm-up, then constant or decay to zero."""
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    progress = (step - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
+    match section.schedule:
+        case "constant":
+            return section.lr
+        case "linear":
+            return section.lr * max(0.0, 1 - progress)
+        case "cosine":
+            return section.lr * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+def ema_decay(step: int, limit: float) -> float:
+    """Decay of the moving average at optimizer step ``step`` (from 0): ``min((1 + k) / (10 + k), limit)``."""
+    return min((1 + step) / (10 + step), limit)
+
+
+class MovingAverage:
+    """An exponential moving average of named parameters, float32 or better.
+
+    Args:
+        parameters: where it starts.
+        decay: its limit; see :func:`ema_decay`.
+        interval: optimizer steps between its updates.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float, interval: int) -> None:
+        self.tensors = {
+            name: parameter.detach().to(compute_dtype(parameter.dtype), copy=True)
+            for name, parameter in parameters.items()
+        }
+        """The averages by parameter name."""
+        self._decay = decay
+        self._interval = interval
+
+    @torch.no_grad()
+    def update(self, parameters: Mapping[str, Tensor], step: int) -> None:
+        """Take in the parameters after optimizer step ``step`` (from 0), if it is time."""
+        if (step + 1) % self._interval:
+            return
+        weight = 1 - ema_decay(step, self._decay)
+        for name, average in self.tensors.items():
+            average.lerp_(parameters[name].detach().to(average), weight)

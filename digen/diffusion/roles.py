@@ -1,0 +1,276 @@
+"""The targets that worker processes build: generator, trainer, and both in one.
+
+They are plain blocking classes with the methods of :data:`digen.handles.METHODS`, so they also work in this process,
+behind a :class:`digen.InProcessWorker` or called directly. ``config`` is a :class:`digen.RunConfig` as plain JSON data;
+``folder`` is the run's folder, where previews are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from digen.errors import InvariantViolation, MissingExtra
+
+try:
+    import diffusers  # noqa: F401 - a family needs it; asked for here, so that its absence is one clear error
+    import numpy as np
+    import PIL  # noqa: F401 - as above
+    import safetensors  # noqa: F401 - as above
+    import torch
+except ImportError as error:
+    raise MissingExtra(error.name or "torch", "diffusion") from error
+
+from digen.config import RunConfig
+from digen.diffusion import families
+from digen.diffusion.evaluate import evaluate
+from digen.diffusion.families.base import Conditioning, Family, Images
+from digen.diffusion.preview import Section, write_grid
+from digen.diffusion.rewards.compute import RewardFunction, build_callable, build_reward, compute_rewards
+from digen.diffusion.sampler import sample_sde
+from digen.diffusion.seeds import INITIAL_NOISE
+from digen.diffusion.trajectories import Trajectories
+from digen.diffusion.update import Learner
+from digen.diffusion.weights import load_publication, publication
+from digen.types import (
+    CommitReport,
+    EvaluationReport,
+    EvaluationRequest,
+    LoadReport,
+    MicroBatch,
+    Payload,
+    Prompt,
+    Publication,
+    Rollout,
+    Scored,
+    UpdateReport,
+)
+
+
+def build_family(config: RunConfig) -> Family:
+    """Load the family and model of a config, frozen in evaluation mode.
+
+    Raises:
+        ConfigError: the family is unknown, or its folder is missing or is no model.
+    """
+    info = families.lookup(config.model.family)
+    folder = families.model_folder(config.model)
+    dtype = getattr(torch, config.model.dtype)
+    module = import_module(info.module)
+    family: Family = module.load(folder, device=config.model.device, dtype=dtype, shift=config.sampling.shift)
+    return family
+
+
+class _Policy:
+    """A loaded family that draws trajectories."""
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        self._config = RunConfig.model_validate(config)
+        self._folder = Path(folder) if folder is not None else None
+        self._family = build_family(self._config)
+        self._sigmas = self._family.sigmas(self._config.sampling.num_inference_steps)
+        self._encode = lru_cache(maxsize=256)(self._encode_one)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps in the weights held now."""
+        raise NotImplementedError
+
+    def generate(self, micro_batch: MicroBatch) -> Rollout:
+        """Draw every sample with the weights held now; touches no gradient, optimizer state or parameter.
+
+        The payload is that of :class:`digen.diffusion.trajectories.Trajectories`.
+
+        Raises:
+            NumericsError: a latent or log-probability is not finite.
+        """
+        version = self.version
+        began = perf_counter()
+        rows = [self._encode(msgspec.json.encode(piece.prompt)) for piece, _ in micro_batch.samples()]
+        conditioning = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        encoded = perf_counter()
+        trajectories = sample_sde(
+            self._family,
+            micro_batch,
+            conditioning,
+            self._sigmas,
+            noise_level=self._config.sampling.noise_level,
+            unit=self._unit(micro_batch.num_samples),
+        )
+        return Rollout(
+            micro_batch=micro_batch,
+            version=version,
+            version_end=self.version,
+            payload=Payload(trajectories.arrays()),
+            stats={"encode_s": encoded - began, "sample_s": perf_counter() - encoded},
+        )
+
+    def _unit(self, num_samples: int) -> int:
+        return self._config.model.forward_batch or num_samples
+
+    def _encode_one(self, key: bytes) -> Conditioning:
+        # One prompt at a time: an encoder is not batch invariant either.
+        with torch.no_grad():
+            return self._family.encode([msgspec.json.decode(key, type=Prompt)])
+
+
+class _Scorer(_Policy):
+    """A policy's host that also scores: the paper's colocated reward."""
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        self._reward = build_reward(self._config.reward)
+
+    @cached_property
+    def _judge(self) -> RewardFunction | None:
+        target = families.lookup(self._config.model.family).judge
+        return build_callable(target, {}) if target is not None else None
+
+    def score(self, rollout: Rollout) -> Scored:
+        """Decode the last latents and reward them; every ``observe.preview_every`` steps also draw a picture.
+
+        Raises:
+            RewardError: the reward failed, or is not one finite number a sample.
+        """
+        micro_batch = rollout.micro_batch
+        began = perf_counter()
+        latents = np.asarray(rollout.payload["latents"])
+        if len(latents) != micro_batch.num_samples:
+            raise InvariantViolation(
+                f"{len(latents)} trajectories for a micro-batch of {micro_batch.num_samples} samples"
+            )
+        images = self._family.decode(torch.from_numpy(latents[:, -1].copy()))
+        decoded = perf_counter()
+        prompts = [piece.prompt for piece, _ in micro_batch.samples()]
+        names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
+        rewards = compute_rewards(self._config.reward.name, self._reward, images, prompts, names)
+        rewarded = perf_counter()
+        every = self._config.observe.preview_every
+        if self._folder is not None and every and micro_batch.step % every == 0:
+            _preview(self._folder / "samples", rollout, images, rewards)
+        return Scored(
+            rewards=rewards,
+            stats={"decode_s": decoded - began, "reward_s": rewarded - decoded, "preview_s": perf_counter() - rewarded},
+        )
+
+    def evaluate(self, request: EvaluationRequest) -> EvaluationReport:
+        """ODE samples of the weights held now; see :func:`digen.diffusion.evaluate.evaluate`."""
+        return evaluate(
+            self._family,
+            request,
+            version=self.version,
+            sigmas=self._sigmas,
+            unit=self._unit(min(100, len(request.prompts) * request.samples_per_prompt)),
+            reward=(self._config.reward.name, self._reward),
+            judge=self._judge,
+        )
+
+
+class GeneratorTarget(_Scorer):
+    """A generator: draws, scores, and loads what the trainer publishes.
+
+    Args:
+        config: a :class:`digen.RunConfig` as plain JSON data.
+        folder: the run's folder; ``None`` draws no previews.
+
+    Raises:
+        ConfigError: model, family or reward cannot be built.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Version of the last load; 0 is the model's folder."""
+        return self._version
+
+    def load(self, published: Publication) -> LoadReport:
+        """Replace the weights in place, and report the checksum of what the parameters then hold.
+
+        Raises:
+            ConfigError: the tensors do not fit the model one to one.
+        """
+        report = load_publication(published, self._family.parameters())
+        self._version = published.version
+        return report
+
+
+class TrainerTarget(_Policy):
+    """A trainer; its ``generate`` makes it eligible for assists.
+
+    Args and errors: as :class:`GeneratorTarget`.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        self._learner = Learner(self._family, self._config)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+        return self._learner.version
+
+    def update(self, rollout: Rollout, advantages: Sequence[float | None]) -> UpdateReport:
+        """Accumulate one micro-batch's gradient; see :meth:`digen.diffusion.update.Learner.update`."""
+        if rollout.version != rollout.version_end:
+            raise InvariantViolation(
+                f"micro-batch {rollout.micro_batch.index} of step {rollout.micro_batch.step} mixes the weights of "
+                f"versions {rollout.version} and {rollout.version_end}"
+            )
+        trajectories = Trajectories.from_arrays(rollout.payload)
+        return self._learner.update(rollout.micro_batch, rollout.version, trajectories, advantages)
+
+    def commit(self, step: int, indices: Sequence[int]) -> CommitReport:
+        """Step the optimizer; see :meth:`digen.diffusion.update.Learner.commit`."""
+        return self._learner.commit(step, indices)
+
+    def publish(self, version: int) -> Publication:
+        """A copy of the weights of ``version``, which must be the current one."""
+        if version != self.version:
+            raise InvariantViolation(f"asked to publish version {version}, but the trainer holds {self.version}")
+        return publication(version, self._family.parameters())
+
+    def switch(self, to: str) -> None:
+        """Begin (``"generate"``) or end (``"train"``) an assist.
+
+        With ``workers.offload`` gradients and optimizer state leave the device for the time between.
+        """
+        if to not in {"generate", "train"}:
+            raise InvariantViolation(f"switch to {to!r}; known: 'generate', 'train'")
+        if self._config.workers.offload:
+            self._learner.park() if to == "generate" else self._learner.unpark()
+
+    def save(self, folder: str) -> dict[str, str]:
+        """Write weights, optimizer, EMA and version after the last commit; returns SHA-256 by file name."""
+        return self._learner.save(Path(folder))
+
+    def restore(self, folder: str) -> int:
+        """Continue from what :meth:`save` wrote, bit for bit; returns the version."""
+        return self._learner.restore(Path(folder))
+
+
+class ColocatedTarget(_Scorer, TrainerTarget):
+    """Every stage in one process: a trainer that also scores and evaluates."""
+
+
+def _preview(folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
+    micro_batch = rollout.micro_batch
+    seeds = micro_batch.seeds(INITIAL_NOISE)
+    sections, row = [], 0
+    for piece in micro_batch.slices:
+        rows = slice(row, row + piece.count)
+        row += piece.count
+        header = (
+            f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
+            f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
+        )
+        sections.append(Section(header, images[rows], [f"{value:.3f}" for value in rewards[rows]]))
+    write_grid(folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png", sections)

@@ -1,0 +1,27 @@
+"""Named random streams: one CPU generator per (run seed, step, uid, sample, purpose).
+
+Nothing draws from a global generator. A sample's draws depend on its own key only, never on the rows beside it, the
+worker or the order of execution, so the same micro-batch gives the same noise anywhere and at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+INITIAL_NOISE = "initial-noise"
+"""Purpose of the stream that draws x at sigma 1."""
+STEP_NOISE = "step-noise"
+"""Purpose of the stream that draws the noise of every SDE step, in the order of the steps."""
+
+
+def streams(seeds: Sequence[int]) -> list[Generator]:
+    """One CPU generator per seed, as :meth:`digen.types.MicroBatch.seeds` gives them."""
+    return [Generator().manual_seed(seed) for seed in seeds]
+
+
+def draw(generators: Sequence[Generator], shape: tuple[int, ...]) -> Tensor:
+    """The next ``(n, *shape)`` float32 standard normal numbers, row i from generator i alone."""
+    return torch.stack([torch.randn(shape, generator=generator) for generator in generators])

@@ -1,0 +1,26 @@
+"""The optional dependencies: which extra of ``digen-rl`` brings which modules. Imports none of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from digen.errors import MissingExtra
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "diffusion": ("torch", "diffusers", "transformers", "safetensors", "numpy", "PIL"),
+    "demo": ("sklearn", "matplotlib"),
+    "data": ("datasets",),
+    "ray": ("ray",),
+}
+"""The modules that each extra must provide."""
+
+
+def require(extra: str) -> None:
+    """Check that an extra is installed.
+
+    Raises:
+        MissingExtra: names the first module that is absent and how to install it.
+    """
+    for module in EXTRAS[extra]:
+        if find_spec(module) is None:
+            raise MissingExtra(module, extra)

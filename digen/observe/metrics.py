@@ -1,0 +1,40 @@
+"""The metrics of every step, one JSON object a line, for whatever plots them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from digen.events import AnyEvent, StepCommitted
+
+
+class MetricsLog:
+    """A sink that appends one object per committed step to ``metrics.jsonl``: step, version, time and all values.
+
+    The file can be followed while the run goes on. A last line that a crash cut short is removed first, so that a
+    resumed run leaves a file of whole lines. Use as a context manager or call :meth:`close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a+b")
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        self._encode = msgspec.json.Encoder(order="deterministic").encode
+
+    def __call__(self, event: AnyEvent) -> None:
+        """Write a committed step; other events are none of its business."""
+        if isinstance(event, StepCommitted):
+            head = {"step": event.step, "version": event.version, "time": event.time}
+            self._file.write(self._encode(head | event.values) + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,258 @@
+"""The report of a run: a JSON-able dict, its text and, by :mod:`digen.observe.page`, its web page.
+
+Everything is folded from ``events.jsonl``; a crashed, interrupted or resumed run has a report too.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from digen.events import AnyEvent, Evaluated, read_events
+from digen.observe.advice import LINEAR_NOTE, advise, balance
+from digen.observe.fold import ROLES, Fold
+from digen.observe.ledger import Span, WorkerLedger
+from digen.observe.steps import StepSummary, median_step_s
+from digen.observe.text import escape_text, format_bytes, format_duration, format_metrics, format_share
+
+TIMELINE_STEPS = 3
+"""Steps that the timeline shows, the last ones."""
+
+TIMELINE_SPANS = 3000
+"""Most tasks and bubbles in the timeline; with many workers it shows less time instead of growing."""
+
+
+def build_report(events: Iterable[AnyEvent], *, compare: bool = False) -> dict[str, Any]:
+    """Everything worth knowing about a run, as plain dicts, lists, strings and numbers.
+
+    Args:
+        events: the stream, complete or not; times of resumed segments are laid end to end.
+        compare: the report will stand beside another mode's, so the note on colocation belongs to it.
+    """
+    spans: deque[Span] = deque(maxlen=TIMELINE_SPANS)
+    fold = Fold.of(events, spans.append)
+    steps = list(fold.steps.values())
+    step_s = median_step_s(steps)
+    colocated = bool(fold.workers) and not fold.of_role("generator")
+    return {
+        "schema": 1,
+        "run": _run(fold, colocated),
+        "outcome": fold.finished.outcome if fold.finished else "unfinished",
+        "error": fold.finished.error if fold.finished else "",
+        "num_segments": fold.num_segments,
+        "num_steps": steps[-1].version if steps else 0,
+        "wall_s": fold.now,
+        "reward": _reward(steps),
+        "evaluations": _evaluations(fold.evaluations),
+        "median_step_s": step_s,
+        "steps_per_minute": 60 / step_s if step_s else None,
+        "overlap_ratio": fold.overlap_ratio,
+        "bubbles": {role: _bubbles(fold.of_role(role), fold.now) for role in ROLES if fold.of_role(role)},
+        "workers": [_worker(ledger, fold.now) for role in ROLES for ledger in fold.of_role(role)],
+        "balanced_generators": None if colocated else balance(fold),
+        "staleness": {
+            "histogram": {str(value): fold.staleness[value] for value in sorted(fold.staleness)},
+            "num_stale": sum(count for value, count in fold.staleness.items() if value > 0),
+        },
+        "counts": _counts(fold),
+        "conservation": _conservation(fold),
+        "weight_sync": {
+            "seconds": fold.seconds("publish", "load"),
+            "bytes": fold.sync_bytes,
+            "num_publishes": fold.tasks("publish"),
+            "num_loads": fold.tasks("load"),
+        },
+        "checkpoint": {"version": fold.checkpoint.version, "path": fold.checkpoint.path} if fold.checkpoint else None,
+        "advice": advise(fold),
+        "notes": [LINEAR_NOTE] if colocated or compare else [],
+        "steps": [_step(summary) for summary in steps],
+        "timeline": _timeline(fold, steps, spans),
+    }
+
+
+def write_report(folder: Path, *, compare: bool = False) -> dict[str, Any]:
+    """Read a run's ``events.jsonl``, ``config.yaml`` and ``samples/*.png``; write ``report.json`` and ``report.html``.
+
+    Returns the report. The page is one file that loads nothing from anywhere.
+
+    Raises:
+        FileNotFoundError: the folder holds no ``events.jsonl``.
+        ValueError: ``events.jsonl`` is damaged before its last line.
+    """
+    from digen.observe.page import render
+
+    report = build_report(read_events(folder / "events.jsonl"), compare=compare)
+    config = folder / "config.yaml"
+    config_text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    images = sorted((folder / "samples").glob("*.png"))
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(render(report, config_text, images), encoding="utf-8")
+    return report
+
+
+def text_summary(report: dict[str, Any]) -> str:
+    """The report in a dozen aligned lines, safe to print to a terminal."""
+    head = f"{escape_text(report['run']['name'])}: {report['outcome']}, "
+    head += f"{report['num_steps']} of {report['run']['num_steps']} steps in {format_duration(report['wall_s'])}"
+    if report["num_segments"] > 1:
+        head += f", resumed {report['num_segments'] - 1}x"
+    rows = list(_summary_rows(report))
+    width = max(len(name) for name, _ in rows)
+    lines = (
+        textwrap.fill(text, 110, initial_indent=f"  {name:<{width}}  ", subsequent_indent=" " * (width + 4))
+        for name, text in rows
+    )
+    return "\n".join([head, *lines])
+
+
+def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "mode", describe_schedule(report["run"])
+    if report["error"]:
+        yield "error", escape_text(report["error"])
+    if report["steps_per_minute"]:
+        step_s = format_duration(report["median_step_s"])
+        yield "speed", f"{report['steps_per_minute']:.1f} steps/min, {step_s} a step (median)"
+    if reward := report["reward"]:
+        yield "reward", f"{reward['first']:.3f} → {reward['last']:.3f} (best {reward['best']:.3f})"
+    for item in evaluations_shown(report):
+        yield "evaluation", f"v{item['version']}: {format_metrics(item['metrics'])}"
+    for role, bubbles in report["bubbles"].items():
+        causes = [f"{cause} {format_share(share)}" for cause, share in bubbles["causes"].items() if share >= 0.005]
+        yield f"{role} idle", format_share(bubbles["share"]) + (f" ({', '.join(causes)})" if causes else "")
+    yield "overlap", f"{format_share(report['overlap_ratio'])} of the time, generation and training at once"
+    if histogram := report["staleness"]["histogram"]:
+        bars = ", ".join(f"{count} at {value}" for value, count in histogram.items())
+        yield "staleness", f"micro-batches: {bars}"
+    counts, sync = report["counts"], report["weight_sync"]
+    ended_badly = f"{counts['num_tasks_failed']} failed, {counts['num_tasks_lost']} lost"
+    yield "tasks", f"{counts['num_assists']} assists, switch {format_duration(counts['switch_s'])}, {ended_badly}"
+    size = f", {format_bytes(sync['bytes'])}" if sync["bytes"] else ""
+    yield "weight sync", f"{sync['num_loads']} loads, {format_duration(sync['seconds'])}{size}"
+    if report["checkpoint"]:
+        yield "checkpoint", f"v{report['checkpoint']['version']} {escape_text(report['checkpoint']['path'])}"
+    yield "next", report["advice"]
+    for note in report["notes"]:
+        yield "note", note
+
+
+def describe_schedule(run: dict[str, Any]) -> str:
+    """``tag: TAG greedy, window 1, sync pull, 8 micro-batches a step``."""
+    mode = f"{escape_text(run['mode'])}: " if run["mode"] else ""
+    stale = f" (at most {run['stale_limit']} stale)" if run["window"] > 1 else ""
+    barrier = ", stage barrier" if run["barrier"] else ""
+    sync = f"sync {escape_text(run['sync'])}{barrier}, {run['num_micro_batches']} micro-batches a step"
+    return f"{mode}TAG {escape_text(run['tag'])}, window {run['window']}{stale}, {sync}"
+
+
+def evaluations_shown(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The evaluations before and after training; one of them, or none, where there are no more."""
+    evaluations = report["evaluations"]
+    return [item for item in (evaluations["before"], evaluations["after"]) if item is not None]
+
+
+def _run(fold: Fold, colocated: bool) -> dict[str, Any]:
+    if fold.run is None:
+        return {
+            "name": "run", "mode": "", "num_steps": 0, "num_micro_batches": 0, "window": 1, "stale_limit": 0,
+            "sync": "", "update_order": "", "tag": "", "barrier": False,
+        }  # fmt: skip
+    fields = msgspec.structs.asdict(fold.run)
+    info = fields.pop("info")
+    mode = info.get("mode", "colocated" if colocated else "")
+    del fields["time"], fields["start_step"]
+    return {"name": str(info.get("name", "run")), "mode": str(mode), **fields}
+
+
+def _reward(steps: list[StepSummary]) -> dict[str, float]:
+    means = [step.values["reward/mean"] for step in steps if "reward/mean" in step.values]
+    return {"first": means[0], "last": means[-1], "best": max(means)} if means else {}
+
+
+def _evaluations(evaluations: list[Evaluated]) -> dict[str, Any]:
+    plain = [
+        {"version": item.version, "num_samples": item.num_samples, "metrics": item.metrics} for item in evaluations
+    ]
+    plain.sort(key=lambda item: item["version"])  # type: ignore[arg-type,return-value]  # versions are ints
+    return {"all": plain, "before": plain[0] if plain else None, "after": plain[-1] if len(plain) > 1 else None}
+
+
+def _bubbles(ledgers: list[WorkerLedger], now: float) -> dict[str, Any]:
+    """Idle share of a role's worker-seconds and its parts by cause, the largest first."""
+    seconds: dict[str, float] = {}
+    for ledger in ledgers:
+        for cause, value in ledger.bubble_s.items():
+            seconds[cause] = seconds.get(cause, 0.0) + value
+    wall = sum(sum(ledger.totals(now)) for ledger in ledgers) or 1.0
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return {"share": sum(seconds.values()) / wall, "causes": {cause: value / wall for cause, value in ordered}}
+
+
+def _worker(ledger: WorkerLedger, now: float) -> dict[str, Any]:
+    return {
+        "worker": ledger.name,
+        "role": ledger.role,
+        "version": ledger.version,
+        "wall_s": ledger.wall_s,
+        "busy_s": ledger.busy_s,
+        "bubble_s": dict(sorted(ledger.bubble_s.items())),
+        "bubble_share": ledger.idle_share(now),
+        "seconds": dict(sorted(ledger.kind_s.items())),
+        "num_tasks": dict(sorted(ledger.num_tasks.items())),
+    }
+
+
+def _counts(fold: Fold) -> dict[str, Any]:
+    counts = {f"num_{name}": fold.counts[f"num_{name}"] for name in (
+        "tasks_started", "tasks_done", "tasks_failed", "tasks_lost", "stale_starts", "groups", "groups_spanning",
+        "groups_mixed", "tag_inserted", "tag_skipped", "commits",
+    )}  # fmt: skip
+    return counts | {"num_assists": fold.tasks("assist"), "switch_s": fold.seconds("switch")}
+
+
+def _conservation(fold: Fold) -> dict[str, Any]:
+    """Nothing vanishes: what was started has ended somehow, and what was settled had been generated."""
+    counts = fold.counts
+    settled = counts["num_updated"] + counts["num_empty"]
+    ended = counts["num_tasks_done"] + counts["num_tasks_failed"] + counts["num_tasks_lost"]
+    generated = fold.tasks("generate", "assist")
+    return {
+        "num_generated": generated,
+        "num_scored": fold.tasks("score"),
+        "num_updated": counts["num_updated"],
+        "num_empty": counts["num_empty"],
+        "num_unsettled": generated - settled,
+        "holds": counts["num_tasks_started"] == ended and settled <= generated,
+    }
+
+
+def _step(summary: StepSummary) -> dict[str, Any]:
+    return {
+        "step": summary.step,
+        "version": summary.version,
+        "time": summary.time,
+        "duration_s": summary.duration_s,
+        "values": dict(sorted(summary.values.items())),
+    }
+
+
+def _timeline(fold: Fold, steps: list[StepSummary], spans: deque[Span]) -> dict[str, Any]:
+    """Tasks and bubbles of the last few steps; of a run that broke off, up to where it did."""
+    begin = steps[-TIMELINE_STEPS - 1].time if len(steps) > TIMELINE_STEPS else 0.0
+    if len(spans) == TIMELINE_SPANS:
+        begin = max(begin, min(span.start for span in spans))
+    end = fold.now
+    if steps and fold.finished and fold.finished.outcome == "completed":
+        end = min(end, steps[-1].time + 0.05 * (steps[-1].time - begin))
+    shown = [span for span in spans if span.end > begin and span.start < end]
+    return {
+        "from_s": begin,
+        "to_s": end,
+        "commits": [[step.time, step.version] for step in steps if begin < step.time <= end],
+        "spans": [msgspec.structs.asdict(span) for span in shown],
+    }

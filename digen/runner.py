@@ -1,0 +1,276 @@
+"""One run, from config to report: the only place that wires plan, workers, scheduler and sinks together.
+
+``run`` is for scripts and the command line, ``arun`` for code that is already in an event loop (a notebook). Both
+check everything that can be checked first, and start processes only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from digen.checkpoint import Checkpoints
+from digen.config import RunConfig, dump_yaml
+from digen.data import PromptSet, load_prompts
+from digen.diffusion import families, rewards
+from digen.errors import ConfigError
+from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
+from digen.extras import require
+from digen.groups import GroupAssembler
+from digen.observe.metrics import MetricsLog
+from digen.observe.progress import Progress
+from digen.observe.report import text_summary, write_report
+from digen.observe.trace import write_trace
+from digen.plan import Plan
+from digen.sched import Scheduler
+from digen.types import EvaluationReport, EvaluationRequest, StepReport, derive_seed
+from digen.workers import Pool, ProcessWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+log = structlog.get_logger("digen")
+
+_ROLES = "digen.diffusion.roles"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A config that was checked as far as that goes without starting anything."""
+
+    config: RunConfig
+    prompts: PromptSet
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run came to."""
+
+    folder: Path
+    outcome: str
+    """completed, drained (the first Ctrl-C: the step was finished and a checkpoint saved) or stopped (the second)."""
+    steps: tuple[StepReport, ...]
+    values: dict[str, Any]
+    """The content of ``report.json``."""
+
+    def summary(self) -> str:
+        """The report as text."""
+        return text_summary(self.values)
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check a config: extras, model folder, reward, prompts, and the plan's arithmetic.
+
+    Raises:
+        ConfigError: names the field or file and the mend.
+    """
+    family = families.lookup(config.model.family)
+    reward = rewards.lookup(config.reward.name)
+    for extra in (*family.extras, *([reward.extra] if reward.extra is not None else [])):
+        require(extra)
+    families.model_folder(config.model)
+    prompts = load_prompts(config.prompts, family.prompts, config.run.seed)
+    plan = Plan(
+        prompts.train,
+        num_steps=config.run.num_steps,
+        prompts_per_step=config.plan.prompts_per_step,
+        samples_per_prompt=config.plan.samples_per_prompt,
+        micro_batch_size=config.plan.micro_batch_size,
+        axis=config.schedule.resolved_axis,
+        seed=config.run.seed,
+        shuffle=config.prompts.shuffle,
+    )
+    GroupAssembler(plan.step(0), config.algorithm.advantage)
+    return Prepared(config, prompts, plan)
+
+
+def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
+    """Run a config to its end.
+
+    The first Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, the second stops at once.
+
+    Args:
+        config: from :func:`digen.load_config`.
+        resume: ``"latest"`` or a checkpoint's path: continue the run in its folder.
+        progress: show a live view on a terminal, else a line a step.
+
+    Raises:
+        ConfigError: before anything was started.
+        DigenError: the run failed; the cause is chained.
+    """
+    return asyncio.run(_arun(config, resume=resume, progress=progress, signals=True))
+
+
+async def arun(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
+    """:func:`run` inside a running event loop; installs no signal handler. Cancel it to stop at once."""
+    return await _arun(config, resume=resume, progress=progress, signals=False)
+
+
+async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool, signals: bool) -> RunReport:
+    prepared = prepare(config)
+    folder = config.folder
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        every=config.checkpoint.every,
+        keep=config.checkpoint.keep,
+        plan_digest=prepared.plan.digest,
+        family=config.model.family,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_claimed(folder, resume is not None))
+        found = checkpoints.find(resume) if resume is not None else None
+        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        sinks: list[Sink] = [
+            stack.enter_context(EventLog(folder / "events.jsonl")),
+            stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
+        ]
+        if progress:
+            sinks.append(stack.enter_context(Progress()))
+        try:
+            steps, outcome = await _train(prepared, checkpoints, found[0] if found else None, sinks, signals=signals)
+        finally:
+            if (folder / "events.jsonl").stat().st_size:
+                write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
+                values = write_report(folder)
+    return RunReport(folder, outcome, steps, values)
+
+
+async def _train(
+    prepared: Prepared, checkpoints: Checkpoints, checkpoint: Path | None, sinks: Sequence[Sink], *, signals: bool
+) -> tuple[tuple[StepReport, ...], str]:
+    config, plan = prepared.config, prepared.plan
+    async with _interruptible(signals) as interrupt, Pool(_workers(config)) as pool:
+        trainer = pool["trainer"]
+        start_step = 0 if checkpoint is None else await trainer.restore(str(checkpoint))
+        evaluator = trainer if config.num_generators == 0 else pool["gen0"]
+        if config.evaluation.at_start and checkpoint is None:
+            await _evaluate(evaluator, prepared, sinks, "before")
+        scheduler = Scheduler(
+            plan,
+            name=config.run.name,
+            generators=[pool[name] for name in _generator_names(config)],
+            trainer=trainer,
+            config=config.schedule,
+            advantage=config.algorithm.advantage,
+            sinks=sinks,
+            checkpointer=checkpoints,
+            start_step=start_step,
+        )
+        async with scheduler:
+            interrupt.scheduler = scheduler
+            steps = [report async for report in scheduler]
+        interrupt.scheduler = None
+        if scheduler.outcome == "completed" and config.evaluation.at_end:
+            await _evaluate(evaluator, prepared, sinks, "after")
+    return tuple(steps), scheduler.outcome
+
+
+def _generator_names(config: RunConfig) -> list[str]:
+    return [f"gen{number}" for number in range(config.num_generators)]
+
+
+def _workers(config: RunConfig) -> list[ProcessWorker]:
+    workers, folder = config.workers, config.folder.resolve()
+    colocated = config.num_generators == 0
+    threads = (workers.colocated_threads or os.cpu_count() or 1) if colocated else workers.threads
+    targets = {"trainer": f"{_ROLES}:{'ColocatedTarget' if colocated else 'TrainerTarget'}"}
+    targets |= dict.fromkeys(_generator_names(config), f"{_ROLES}:GeneratorTarget")
+    unknown = sorted(set(workers.gpus) - set(targets))
+    if unknown:
+        raise ConfigError(f"workers.gpus names {', '.join(unknown)}; the workers are {', '.join(sorted(targets))}")
+    return [
+        ProcessWorker(
+            name,
+            target,
+            kwargs={"config": config.model_dump(mode="json"), "folder": str(folder)},
+            gpus=workers.gpus.get(name, ()),
+            threads=threads,
+            log_dir=folder / "logs",
+            checksums=workers.checksums,
+            start_timeout_s=workers.start_timeout_s,
+            stop_grace_s=workers.stop_grace_s,
+        )
+        for name, target in targets.items()
+    ]
+
+
+async def _evaluate(worker: Any, prepared: Prepared, sinks: Sequence[Sink], when: str) -> None:
+    section = prepared.config.evaluation
+    request = EvaluationRequest(
+        seed=derive_seed(prepared.config.run.seed, "evaluation"),
+        prompts=prepared.prompts.held_out[: section.num_prompts],
+        samples_per_prompt=section.samples_per_prompt,
+        image_path=str(prepared.config.folder.resolve() / "samples" / f"evaluation_{when}.png"),
+    )
+    report: EvaluationReport = await worker.evaluate(request)
+    fan_out(sinks)(Evaluated(0.0, report.version, report.num_samples, report.metrics))
+
+
+@contextmanager
+def _claimed(folder: Path, resume: bool) -> Iterator[None]:
+    """Hold the run's folder: a new one, or with ``resume`` an old one; never one that another run holds."""
+    if resume and not folder.is_dir():
+        raise ConfigError(f"there is no run to resume in {folder}; check run.name and run.output")
+    if not resume and folder.exists():
+        raise ConfigError(
+            f"the run folder {folder} exists; choose another run.name, delete it, or continue it with --resume latest"
+        )
+    try:
+        for name in ("checkpoints", "logs", "samples"):
+            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}; check run.output") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another process is running in {folder}; wait for it or choose another name") from None
+        yield
+
+
+class _Interrupt:
+    """What a signal does: nothing to interrupt yet, drain, then stop."""
+
+    def __init__(self, task: asyncio.Task[Any] | None) -> None:
+        self.scheduler: Scheduler | None = None
+        self._task = task
+        self._count = 0
+
+    def __call__(self, number: int) -> None:
+        self._count += 1
+        name = signal.Signals(number).name
+        if self.scheduler is None:
+            if self._task is not None:
+                self._task.cancel(f"interrupted by {name}")
+        elif self._count == 1:
+            log.warning("finishing the step and saving a checkpoint; once more to stop at once", signal=name)
+            self.scheduler.drain()
+        else:
+            log.warning("stopping now", signal=name)
+            self.scheduler.stop()
+
+
+@asynccontextmanager
+async def _interruptible(signals: bool) -> AsyncIterator[_Interrupt]:
+    interrupt = _Interrupt(asyncio.current_task())
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGINT, signal.SIGTERM) if signals else ()
+    for number in handled:
+        loop.add_signal_handler(number, interrupt, number)
+    try:
+        yield interrupt
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,721 @@
+"""Algorithm 1 of the paper, as one asyncio task.
+
+::
+
+    plan ──candidate──▶ generate / assist ──▶ SQ ──▶ score ──▶ groups ──▶ UQ ──▶ update ──▶ commit ──▶ publish ──▶ load
+             ▲                                                                                │                     │
+             └──────────────── admission: step − version < W, stale quota ◀───────────────────┴─────────────────────┘
+
+    queue            waits for                                   is unblocked by
+    plan             an idle worker whose version is admitted    a finished task, a load, a commit
+    SQ               an idle generator (or scorer)               any task of theirs that ends
+    groups           the last reward of the group                a score
+    UQ               the trainer, and its turn in index order    an update, an assist
+    commit           all B micro-batches settled                 the last update
+    load             the end of the worker's own trajectory      pull: its task; hold: everybody's
+
+Where the printed listing is silent or cannot be executed, ``tests/sched/test_listing.py`` holds one test for each gap.
+The loop sleeps only on its inbox. A completion costs the same with ten workers and with ten thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+
+from digen.errors import ConfigError, DigenError, NumericsError, ProtocolError, StalenessViolation, StepFailed
+from digen.events import (
+    BubbleOpened,
+    CheckpointSaved,
+    GroupCompleted,
+    MicroBatchSettled,
+    Rewarded,
+    Role,
+    RunFinished,
+    RunStarted,
+    Sink,
+    StepCommitted,
+    TagDecided,
+    TaskFailed,
+    TaskFinished,
+    TaskKind,
+    TaskStarted,
+    WorkerJoined,
+    WorkerLeft,
+    fan_out,
+)
+from digen.groups import CompletedGroup
+from digen.handles import Generator, Scorer, Trainer
+from digen.sched.admission import stale_limit, within_bound
+from digen.sched.lanes import Checkpointer, Inbox, Lane
+from digen.sched.meter import Meter
+from digen.sched.profile import Profile
+from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_trainer
+from digen.sched.state import Rules, State, Step, Task, Worker
+from digen.sched.story import Story
+from digen.sched.sync import WeightSync
+from digen.sched.tag import Decision, Durations, Policy, policy_from
+from digen.types import CommitReport, LoadReport, Publication, Rollout, Scored, StepReport, UpdateReport
+
+if TYPE_CHECKING:
+    from digen.config import AdvantageSection, ScheduleConfig
+    from digen.plan import Plan
+
+_MAX_UNREAD_REPORTS = 10_000
+
+log = structlog.get_logger("digen.sched")
+
+
+class Scheduler:
+    """Runs a plan on handles. Use as an async context manager and iterate over it: one StepReport per commit.
+
+    ::
+
+        async with Scheduler(plan, generators=[...], trainer=trainer, config=ScheduleConfig(window=2)) as scheduler:
+            async for step in scheduler:
+                print(step.index, step.metrics()["reward/mean"])
+
+    The schedule runs in a task of its own; a slow consumer never delays a dispatch. Leaving the ``async with``
+    cancels, awaits and reaps everything it began. A failing handle ends the run: iteration raises
+    :class:`digen.errors.StepFailed` with the handle's exception as its cause.
+
+    Args:
+        plan: what to generate.
+        name: the run's name in events and reports.
+        generators: handles that generate and load; with ``score`` they also score.
+        trainer: the handle that trains; with ``generate`` it may assist (TAG).
+        scorers: handles that only score; with any, generators never score.
+        config: how to schedule; default :class:`digen.ScheduleConfig`.
+        advantage: how rewards become advantages; default per prompt.
+        policy: a TAG policy of your own, in place of ``config.tag``.
+        sinks: called with every event, in order, and must not block.
+        on_commit: called with every StepReport as it is made; must not block.
+        on_publish: called with every Publication; must not block.
+        checkpointer: when and how to save.
+        start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
+
+    Raises:
+        ConfigError: the handles do not fit the config.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        name: str = "run",
+        generators: Sequence[Generator] = (),
+        trainer: Trainer,
+        scorers: Sequence[Scorer] = (),
+        config: ScheduleConfig | None = None,
+        advantage: AdvantageSection | None = None,
+        policy: Policy | None = None,
+        sinks: Iterable[Sink] = (),
+        on_commit: Callable[[StepReport], None] | None = None,
+        on_publish: Callable[[Publication], None] | None = None,
+        checkpointer: Checkpointer | None = None,
+        start_step: int = 0,
+    ) -> None:
+        from digen.config import AdvantageSection, ScheduleConfig
+
+        self._config = config if config is not None else ScheduleConfig()
+        self._advantage = advantage if advantage is not None else AdvantageSection()
+        self._plan = plan
+        self._name = name
+        self._handles: dict[str, Any] = {}
+        self._initial: list[tuple[Any, Role]] = [(trainer, "trainer")]
+        self._initial += [(handle, "generator") for handle in generators]
+        self._initial += [(handle, "scorer") for handle in scorers]
+        names = [handle.name for handle, _ in self._initial]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"worker names must be unique, got {', '.join(names)}")
+        self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
+        self._story = Story()
+        self._emit = fan_out((self._story, *sinks))
+        self._on_commit = on_commit
+        self._on_publish = on_publish
+        self._checkpointer = checkpointer
+        self._start_step = start_step
+        self._profile = Profile()
+        self._inbox = Inbox()
+        self._lanes: dict[str, Lane] = {}
+        self._owned: list[Any] = []
+        self._groups: dict[int, list[CompletedGroup]] = {}
+        self._trained: list[dict[str, float]] = []
+        self._reports: deque[StepReport] = deque()
+        self._missed = 0
+        self._report_ready = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        self._error_seen = False
+        self._stopped = False
+        self.outcome = "running"
+        """running, completed, drained, stopped or failed."""
+        self._num_tasks = 0
+        self._state: State
+
+    # ---- for users ---------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._start_handles([handle for handle, _ in self._initial])
+            self._prepare()
+        except BaseException:
+            await self._close_handles()
+            raise
+        self._runner = self._loop.create_task(self._run(), name="digen-scheduler")
+        self._runner.add_done_callback(self._ran)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._runner is not None  # noqa: S101 - __aenter__ set it
+        self._runner.cancel()
+        try:
+            await asyncio.wait([self._runner])
+        finally:
+            await self._close_handles()
+        if error is None and self._error is not None and not self._error_seen:
+            self._error_seen = True
+            raise self._error
+
+    def __aiter__(self) -> AsyncIterator[StepReport]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[StepReport]:
+        while True:
+            while self._reports:
+                yield self._reports.popleft()
+            if self._runner is None or self._runner.done():
+                break
+            self._report_ready.clear()
+            await self._report_ready.wait()
+        if self._error is not None and not self._error_seen:
+            self._error_seen = True
+            raise self._error
+
+    def drain(self) -> None:
+        """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends."""
+        state = self._state
+        begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
+        state.last_step = min(state.last_step, state.step + begun)
+        self._inbox.wake()
+
+    def stop(self) -> None:
+        """End now. What runs is abandoned; iteration ends."""
+        self._stopped = True
+        self._inbox.wake()
+
+    async def add_generator(self, handle: Generator) -> None:
+        """Let another generator take part; it gets the current weights before its first task."""
+        await self._add(handle, "generator")
+
+    async def add_scorer(self, handle: Scorer) -> None:
+        """Let another scorer take part."""
+        await self._add(handle, "scorer")
+
+    def remove_worker(self, name: str) -> None:
+        """Give a generator or scorer no more work; it leaves when its task ends.
+
+        Raises:
+            ConfigError: there is no such worker, it is the trainer, or it is the last generator.
+        """
+        state = self._state
+        worker = state.generators.get(name) or state.scorers.get(name)
+        if worker is None:
+            raise ConfigError(f"no generator or scorer is called {name!r}; there are {', '.join(self._lanes)}")
+        staying = [other for other in state.generators.values() if not other.leaving and other is not worker]
+        if worker.role == "generator" and not staying:
+            raise ConfigError(f"{name!r} is the last generator and cannot be removed")
+        worker.leaving = True
+        if worker.task is None:
+            state.withdraw(worker)
+            self._leave(worker)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished so far; also the step being trained."""
+        return self._state.step
+
+    def statistics(self) -> dict[str, Any]:
+        """A snapshot for debugging: step, queue depths, and what every worker does."""
+        state = self._state
+        return {
+            "step": state.step,
+            "scoring_queue": len(state.scoring_queue),
+            "update_queue": len(state.current.ready) if state.step < state.last_step else 0,
+            "num_generating": state.num_generating,
+            "workers": {
+                name: lane.worker.task.kind if lane.worker.task else "idle" for name, lane in self._lanes.items()
+            },
+        }
+
+    def story(self, step: int, index: int) -> list[str]:
+        """What happened to one micro-batch lately, a line an event."""
+        return self._story.of_micro_batch(step, index)
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        state = self._state
+        try:
+            while not state.finished and not self._stopped:  # 4
+                while (task := select(state)) is not None:  # 5-9
+                    self._launch(task)
+                if bubble_emerges(state, self._policy):
+                    await self._inbox.settle()  # a task of no length makes no bubble
+                if self._inbox:
+                    self._apply(self._inbox.take())
+                    continue
+                while (task := select_trainer(state, self._policy, self._ask)) is not None:  # 18-22, BTS
+                    self._launch(task)
+                self._open_bubbles()
+                if not state.finished:
+                    self._apply(await self._inbox.drain())  # 11, 23: every completion of this instant, then decide
+        except BaseException as error:
+            await self._end("failed" if isinstance(error, Exception) else "stopped", error)
+            raise
+        drained = state.last_step < self._plan.num_steps
+        await self._end("stopped" if self._stopped else "drained" if drained else "completed")
+
+    def _launch(self, task: Task) -> None:
+        worker = task.worker
+        task.id = self._num_tasks
+        self._num_tasks += 1
+        task.started = self._now()
+        worker.task = task
+        if worker.role == "generator":
+            self._state.num_busy_generators += 1
+            if task.kind == "load":
+                self._state.num_loading += 1
+                self._sync.load_began(*task.argument)
+        self._emit(
+            TaskStarted(task.started, task.id, task.kind, worker.name, task.step, task.index, task.version, task.stale)
+        )
+        if task.kind == "update":
+            self._assert_bound(task)
+        self._lanes[worker.name].give(task)
+
+    def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
+        for task, result, error in completions:
+            now = self._now()
+            if error is not None:
+                raise self._failed(task, error) from error
+            handler = self._handlers[task.kind]
+            stats = handler(task, result)
+            self._profile.add(task.worker.name, task.worker.role, task.kind, now - task.started)
+            self._meter.finished(task, now)
+            self._idle(task)
+            event = TaskFinished(
+                now, task.id, task.kind, task.worker.name, task.step, task.index, task.version, task.started, stats
+            )
+            self._emit(event)
+            follow_up = self._follow_ups.get(task.kind)
+            if follow_up is not None:
+                follow_up(task, result)
+
+    def _idle(self, task: Task) -> None:
+        worker, state = task.worker, self._state
+        if worker.role == "generator":
+            state.num_busy_generators -= 1
+            state.num_loading -= task.kind == "load"
+        elif worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
+            state.bubble_asked = False
+        worker.task = None
+        if worker.leaving:
+            self._leave(worker)
+        else:
+            state.set_idle(worker)
+            self._just_idle.append(worker)
+
+    def _open_bubbles(self) -> None:
+        for worker in self._just_idle:
+            if worker.task is None and worker.name in self._lanes:
+                self._emit(BubbleOpened(self._now(), worker.name, idle_cause(self._state, worker)))
+        self._just_idle.clear()
+
+    def _ask(self, state: State, step: Step) -> Decision:
+        """Ask the TAG policy about the bubble that emerged."""
+        decision = self._policy.decide(describe_bubble(state, step, self._durations()))
+        self._meter.decided(assist=decision.assist)
+        self._emit(
+            TagDecided(
+                self._now(),
+                state.trainer.name,
+                step.number,
+                decision.assist,
+                self._policy.name,
+                decision.reason,
+                decision.saving_s,
+            )
+        )
+        return decision
+
+    # ---- what a result means -----------------------------------------------------------------------------------
+
+    def _generated(self, task: Task, rollout: Rollout) -> dict[str, float]:  # 11, 12, 16
+        self._expect(task, rollout, Rollout)
+        if rollout.version != task.version or rollout.version_end != task.version:
+            raise StalenessViolation(
+                f"{_describe(task)} was pinned to version {task.version} but its trajectories ran on "
+                f"{rollout.version} to {rollout.version_end}; the handle must load only between trajectories"
+            )
+        if (rollout.micro_batch.step, rollout.micro_batch.index) != (task.step, task.index):
+            raise self._protocol(task, f"micro-batch {rollout.micro_batch.step}/{rollout.micro_batch.index}")
+        self._state.generated(self._state.ledger(task.step), task.index, rollout, task.worker)
+        return rollout.stats
+
+    def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
+        self._expect(task, scored, Scored)
+        return scored.stats
+
+    def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
+        step = self._state.ledger(task.step)
+        now = self._now()
+        try:
+            arrival = self._state.scored(step, task.index, tuple(scored.rewards))
+        except DigenError as error:
+            raise self._failed(task, error) from error
+        self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
+        for group in arrival.groups:
+            self._groups.setdefault(task.step, []).append(group)
+            versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
+            self._emit(
+                GroupCompleted(
+                    now,
+                    task.step,
+                    group.uid,
+                    group.reward_mean,
+                    group.reward_std,
+                    group.num_kept,
+                    len(group.micro_batches),
+                    versions,
+                )
+            )
+        for ready in arrival.ready:
+            if not ready.num_kept:
+                self._settled(step, ready.index, "empty")
+
+    def _updated(self, task: Task, report: UpdateReport) -> dict[str, float]:  # 24, 25
+        self._expect(task, report, UpdateReport)
+        if (report.step, report.index) != (task.step, task.index):
+            raise self._protocol(task, f"an update of {report.step}/{report.index}")
+        self._trained.append(report.metrics)
+        return report.metrics
+
+    def _after_update(self, task: Task, _: UpdateReport) -> None:
+        step = self._state.current
+        step.num_updated += 1
+        step.settle(task.index, "updated")
+        self._settled(step, task.index, "updated")
+
+    def _committed(self, task: Task, report: CommitReport) -> dict[str, float]:  # 27, 28, 30
+        self._expect(task, report, CommitReport)
+        if report.version != task.step + 1:
+            raise self._protocol(task, f"version {report.version} after the commit of step {task.step}")
+        return report.metrics
+
+    def _after_commit(self, task: Task, report: CommitReport) -> None:
+        state, now = self._state, self._now()
+        step = state.close_step()
+        state.trainer.version = report.version
+        state.recount_outdated()
+        state.holding = state.rules.hold and state.num_outdated > 0
+        last = state.step >= state.last_step
+        if self._checkpointer is not None and self._checkpointer.due(report.version, last=last):
+            if state.publish_due:
+                state.publish_due = False
+                state.trainer_program.append(("publish", (report.version,)))
+            state.trainer_program.append(("checkpoint", (report.version,)))
+        values = self._meter.close(
+            step,
+            now,
+            groups=self._groups.pop(task.step),
+            workers=(lane.worker for lane in self._lanes.values()),
+            trained=self._trained,
+            committed=report.metrics,
+        )
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NumericsError(f"step {task.step}: metric {name} is {value}; the trainer must not let it pass")
+        self._trained = []
+        for index, rollout in step.rollouts.items():
+            self._release(step.owners[index], rollout.payload)
+        self._emit(StepCommitted(now, task.step, report.version, values))
+        self._report(StepReport(task.step, report.version, values, self._missed))
+
+    def _published(self, task: Task, publication: Publication) -> dict[str, float]:  # 29
+        self._expect(task, publication, Publication)
+        if publication.version != task.version:
+            raise self._protocol(task, f"a publication of version {publication.version}")
+        if publication.num_tensors == 0:
+            raise self._protocol(task, "a publication without a single tensor")
+        self._sync.published(publication)
+        self._state.publication = publication
+        self._meter.published(publication.nbytes)
+        if self._on_publish is not None:
+            self._on_publish(publication)
+        return {"bytes": float(publication.nbytes)}
+
+    def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
+        self._expect(task, report, LoadReport)
+        (publication,) = task.argument
+        try:
+            self._sync.load_ended(publication, report)
+        except ProtocolError as error:
+            raise self._failed(task, error) from error
+        self._state.loaded(task.worker, report.version)
+        return {"bytes": float(publication.nbytes)}
+
+    def _switched(self, task: Task, _: Any) -> dict[str, float]:
+        return {}
+
+    def _saved(self, task: Task, path: str) -> dict[str, float]:
+        self._emit(CheckpointSaved(self._now(), task.version, path))
+        return {}
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _settled(self, step: Step, index: int, outcome: Any) -> None:
+        version = step.rollouts[index].version
+        self._emit(MicroBatchSettled(self._now(), step.number, index, outcome, version, step.number - version))
+
+    def _assert_bound(self, task: Task) -> None:
+        if not within_bound(task.step, task.version, window=self._state.rules.window):
+            story = "\n".join(self._story.of_micro_batch(task.step, task.index))
+            raise StalenessViolation(
+                f"update of step {task.step} micro-batch {task.index} would consume version {task.version} with "
+                f"window {self._state.rules.window}; this is a bug in digen. Its story:\n{story}"
+            )
+
+    def _report(self, report: StepReport) -> None:
+        if len(self._reports) >= _MAX_UNREAD_REPORTS:
+            self._reports.popleft()
+            self._missed += 1
+        self._reports.append(report)
+        self._report_ready.set()
+        if self._on_commit is not None:
+            self._on_commit(report)
+
+    def _durations(self) -> Durations:
+        mean = self._profile.mean
+        switch_s = mean("trainer", "switch")
+        return Durations(
+            generate_s=mean("generator", "generate"),
+            score_s=mean("scorer" if self._state.scorers else "generator", "score"),
+            update_s=mean("trainer", "update"),
+            assist_s=mean("trainer", "assist"),
+            switch_s=2 * switch_s if switch_s is not None else None,
+        )
+
+    def _release(self, owner: Worker, payload: Any) -> None:
+        release = getattr(self._handles[owner.name], "release", None)
+        if release is not None:
+            release(payload)
+
+    def _expect(self, task: Task, result: Any, kind: type) -> None:
+        if not isinstance(result, kind):
+            raise self._protocol(task, f"{type(result).__name__} where a {kind.__name__} is due")
+
+    def _protocol(self, task: Task, got: str) -> ProtocolError:
+        return ProtocolError(f"{_describe(task)} returned {got}", worker=task.worker.name, task=task.kind)
+
+    def _failed(self, task: Task, error: Exception) -> StepFailed:
+        self._emit(
+            TaskFailed(
+                self._now(), task.id, task.kind, task.worker.name, task.step, task.index, task.started, str(error)
+            )
+        )
+        task.worker.task = None
+        failure = StepFailed(f"step {self._state.step} failed: {_describe(task)}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            failure.add_note(note)
+        return failure
+
+    def _now(self) -> float:
+        return self._loop.time() - self._origin
+
+    # ---- beginning and end -------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Check the started handles against the config and set up the state."""
+        config, plan = self._config, self._plan
+        trainer, generators, scorers = self._by_role()
+        self._check_handles(trainer, generators, scorers)
+        limit = stale_limit(config.resolved_stale_fraction, plan.num_micro_batches) if config.resolved_window > 1 else 0
+        if config.resolved_window > 1 and limit == 0:
+            log.warning(
+                "stale_fraction rounds down to no stale micro-batch; the run is on-policy",
+                stale_fraction=str(config.resolved_stale_fraction),
+                micro_batches=plan.num_micro_batches,
+            )
+        if config.resolved_window > 2:
+            log.warning("window above 2 goes beyond the one-step staleness that the paper tests", window=config.window)
+        rules = Rules(
+            window=config.resolved_window,
+            stale_limit=limit,
+            barrier=config.resolved_barrier,
+            hold=config.sync == "hold",
+            index_order=config.update_order == "index",
+            max_generating=config.max_generating,
+            assists=hasattr(trainer, "generate") and self._policy.name != "never",
+            switches=hasattr(trainer, "switch"),
+        )
+        self._state = State(plan, self._advantage, rules, start_step=self._start_step)
+        self._origin = self._loop.time()
+        self._meter = Meter(0.0)
+        self._just_idle: list[Worker] = []
+        self._sync = WeightSync(lambda payload: self._release(self._state.trainer, payload))
+        self._handlers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
+            "generate": self._generated,
+            "assist": self._generated,
+            "score": self._scored,
+            "update": self._updated,
+            "commit": self._committed,
+            "publish": self._published,
+            "load": self._loaded,
+            "switch": self._switched,
+            "checkpoint": self._saved,
+        }
+        self._follow_ups: dict[TaskKind, Callable[[Task, Any], None]] = {
+            "score": self._after_score,
+            "update": self._after_update,
+            "commit": self._after_commit,
+        }
+        self._emit(
+            RunStarted(
+                0.0,
+                num_steps=plan.num_steps,
+                start_step=self._start_step,
+                num_micro_batches=plan.num_micro_batches,
+                window=rules.window,
+                stale_limit=limit,
+                sync=config.sync,
+                update_order=config.update_order,
+                tag=self._policy.name,
+                barrier=rules.barrier,
+                info={"name": self._name, "mode": config.mode, "axis": plan.axis},
+            )
+        )
+        for handle, role in self._initial:
+            self._join(handle, role)
+        self._state.recount_outdated()
+
+    def _by_role(self) -> tuple[Any, list[Any], list[Any]]:
+        by_role: dict[Role, list[Any]] = {"trainer": [], "generator": [], "scorer": []}
+        for handle, role in self._initial:
+            by_role[role].append(handle)
+        return by_role["trainer"][0], by_role["generator"], by_role["scorer"]
+
+    def _check_handles(self, trainer: Any, generators: list[Any], scorers: list[Any]) -> None:
+        needs = [(trainer, ["update", "commit"])]
+        if generators:
+            needs += [(trainer, ["publish"])]
+        else:
+            needs += [(trainer, ["generate"] if scorers else ["generate", "score"])]
+        needs += [(handle, ["generate", "load"] if scorers else ["generate", "load", "score"]) for handle in generators]
+        needs += [(handle, ["score"]) for handle in scorers]
+        for handle, methods in needs:
+            for method in methods:
+                if not hasattr(handle, method):
+                    raise ConfigError(
+                        f"worker {handle.name!r} has no method {method!r}; without scorers every generator must score, "
+                        "and without generators the trainer must generate and score"
+                    )
+        version = getattr(trainer, "version", self._start_step)
+        if version != self._start_step:
+            raise ConfigError(
+                f"the trainer holds version {version} but the run starts at step {self._start_step}; "
+                "a resumed run starts at the step of its checkpoint"
+            )
+        if self._policy.name != "never" and generators and not hasattr(trainer, "generate"):
+            log.warning("the trainer cannot generate, so it will not assist", policy=self._policy.name)
+
+    def _join(self, handle: Any, role: Role) -> None:
+        state = self._state
+        worker = Worker(handle.name, role, len(self._handles), int(getattr(handle, "version", self._start_step)))
+        self._handles[handle.name] = handle
+        if role == "trainer":
+            state.trainer = worker
+        else:
+            (state.generators if role == "generator" else state.scorers)[handle.name] = worker
+        lane = self._lanes[handle.name] = Lane(handle, worker, self._inbox, self._checkpointer)
+        lane.start(self._loop)
+        self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
+        state.set_idle(worker)
+        self._just_idle.append(worker)
+
+    async def _add(self, handle: Any, role: Role) -> None:
+        if handle.name in self._handles:
+            raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
+        await self._start_handles([handle])
+        for method in ["score"] if role == "scorer" else ["generate", "load"]:
+            if not hasattr(handle, method):
+                raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
+        self._join(handle, role)
+        self._state.recount_outdated()
+        self._inbox.wake()
+
+    def _leave(self, worker: Worker) -> None:
+        state = self._state
+        (state.generators if worker.role == "generator" else state.scorers).pop(worker.name)
+        self._lanes.pop(worker.name).cancel()
+        state.recount_outdated()
+        if state.num_outdated == 0:
+            state.holding = False
+        self._emit(WorkerLeft(self._now(), worker.name, "removed"))
+        self._inbox.wake()
+
+    async def _end(self, outcome: Any, error: BaseException | None = None) -> None:
+        """Cancel what runs, account for it, say so."""
+        self.outcome = outcome
+        lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.cancel()
+        await asyncio.gather(*(lane.ended() for lane in lanes))
+        for lane in lanes:
+            if (task := lane.worker.task) is not None:
+                self._emit(
+                    TaskFailed(
+                        self._now(),
+                        task.id,
+                        task.kind,
+                        lane.worker.name,
+                        task.step,
+                        task.index,
+                        task.started,
+                        "cancelled: the run ended",
+                    )
+                )
+        self._emit(RunFinished(self._now(), outcome, str(error) if error is not None else ""))
+
+    def _ran(self, runner: asyncio.Task[None]) -> None:
+        if not runner.cancelled():
+            self._error = runner.exception()
+        self._report_ready.set()
+
+    async def _start_handles(self, handles: Sequence[Any]) -> None:
+        """Start the handles that can be started and are not; those are ours to close."""
+        startable = [handle for handle in handles if hasattr(handle, "start") and not getattr(handle, "started", False)]
+        self._owned += startable
+        results = await asyncio.gather(*(handle.start() for handle in startable), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _close_handles(self) -> None:
+        owned, self._owned = self._owned, []
+        closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
+        await asyncio.gather(*closers, return_exceptions=True)
+
+
+def _describe(task: Task) -> str:
+    what = f"{task.kind} of step {task.step}" + (f" micro-batch {task.index}" if task.index >= 0 else "")
+    return f"{what} on {task.worker.name}"

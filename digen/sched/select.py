@@ -1,0 +1,245 @@
+"""Who does what next (SelectWorker and lines 5 to 9, 18 to 22 of Algorithm 1).
+
+Order inside one instant, after every completion of that instant was applied: weights due, then generators by index
+(score before generate, paper 3.3), then the trainer. So a generator wins the race for the last pending micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from digen.events import Cause, TaskKind
+from digen.sched.state import State, Step, Task, Worker
+from digen.sched.tag import Bubble, Decision, Durations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from digen.sched.tag import Policy
+
+    Ask = Callable[[State, Step], Decision]
+
+
+def select(state: State) -> Task | None:
+    """The next task for a generator or scorer, or ``None``. Takes the worker and the micro-batch out of the state."""
+    return _load(state) or _score(state) or _generate(state)
+
+
+def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
+    """The trainer's next task, or ``None``: a bubble.
+
+    In order: what its program says (publish, checkpoint, an assist that was decided), a due commit, an update, and
+    in a bubble whatever ``ask`` decides. Without generators (mode colocated) it also scores and generates.
+    """
+    trainer = state.trainer
+    if trainer.task is not None:
+        return None
+    if state.trainer_program:
+        kind, argument = state.trainer_program.popleft()
+        return _program_task(state, kind, argument)
+    if state.publish_due:
+        state.publish_due = False
+        return _task("publish", trainer, trainer.version - 1, argument=(trainer.version,), version=trainer.version)
+    if state.holding or state.step >= state.last_step:
+        return None
+    step = state.current
+    if step.complete:
+        indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
+        return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
+    alone = not state.generators
+    eager = step.num_assists < policy.assists_before_update and not step.num_updated
+    if eager and not alone and _can_assist(state, step) and _decide(state, step, ask):
+        return select_trainer(state, policy, ask)
+    if (index := next_update(state, step)) is not None:
+        return _update(state, step, index)
+    if alone:
+        return _trainer_score(state, step) or _trainer_generate(state, step)
+    if not eager and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
+        return select_trainer(state, policy, ask)
+    return None
+
+
+def bubble_emerges(state: State, policy: Policy) -> bool:
+    """Whether :func:`select_trainer` would ask the policy now."""
+    if state.trainer.task is not None or state.trainer_program or state.publish_due or state.holding:
+        return False
+    if state.step >= state.last_step or state.bubble_asked or not state.generators:
+        return False
+    step = state.current
+    eager = step.num_assists < policy.assists_before_update and not step.num_updated
+    return not step.complete and _can_assist(state, step) and (eager or next_update(state, step) is None)
+
+
+def next_update(state: State, step: Step) -> int | None:
+    """The micro-batch that the trainer may update on now, or ``None`` (Pop of line 19, of the current step only)."""
+    if state.rules.barrier and step.num_scored < len(step.micro_batches):
+        return None
+    if not state.rules.index_order:
+        return step.ready[0] if step.ready else None
+    return step.next_index if step.next_index in step.advantages else None
+
+
+def describe_bubble(state: State, step: Step, durations: Durations) -> Bubble:
+    """What a policy is told."""
+    return Bubble(
+        step=step.number,
+        num_micro_batches=len(step.micro_batches),
+        num_pending=len(step.pending),
+        num_generating=step.num_generating,
+        num_unscored=step.num_generated - step.num_scored,
+        num_ready=len(step.ready),
+        num_updated=step.num_updated,
+        num_assists=step.num_assists,
+        num_generators=len(state.generators),
+        durations=durations,
+    )
+
+
+def idle_cause(state: State, worker: Worker) -> Cause:
+    """Why a worker that got no task idles."""
+    if worker.role == "trainer":
+        return _trainer_cause(state)
+    if worker.role == "scorer":
+        return "wait_rollout" if state.step < state.last_step else "wait_work"
+    if state.holding:
+        return "wait_hold"
+    if state.candidate() is not None:
+        return "wait_weights" if state.may_generate else "wait_limit"
+    if state.horizon == state.last_step:
+        return "wait_work"
+    return "wait_barrier" if state.rules.barrier else "wait_weights"
+
+
+def _trainer_cause(state: State) -> Cause:
+    if state.holding:
+        return "wait_hold"
+    if state.step >= state.last_step:
+        return "wait_work"
+    step = state.current
+    if state.rules.barrier:
+        return "wait_barrier"
+    if state.bubble_asked and step.pending:
+        return "wait_skip"
+    if step.ready:
+        return "wait_order"
+    if step.num_scored > len(step.settled):
+        return "wait_group"
+    return "wait_score" if step.num_generated > step.num_scored else "wait_rollout"
+
+
+# ---- generators and scorers ------------------------------------------------------------------------------------
+
+
+def _load(state: State) -> Task | None:
+    publication = state.publication
+    if publication is None:
+        return None
+    published = publication.version == state.trainer.version
+    if state.holding and not (published and state.num_busy_generators == state.num_loading):
+        return None  # hold: all load together, once the last running trajectory has ended
+    due = [version for version in state.idle_versions() if version != publication.version]
+    worker = state.pop_idle(due)
+    if worker is None:
+        return None
+    return _task("load", worker, publication.version - 1, argument=(publication,), version=publication.version)
+
+
+def _score(state: State) -> Task | None:
+    if not state.scoring_queue or not (state.scorers or state.generators):
+        return None
+    number = state.scoring_queue[0][0]
+    step = state.ledger(number)
+    if state.rules.barrier and step.num_generated < len(step.micro_batches):
+        return None
+    if state.scorers:
+        worker = state.pop_idle_scorer()
+    elif state.holding:
+        return None
+    else:
+        worker = state.pop_idle(state.idle_versions())
+    if worker is None:
+        return None
+    return _score_task(state, step, worker)
+
+
+def _generate(state: State) -> Task | None:
+    if state.holding or not state.may_generate:
+        return None
+    versions = state.idle_versions()
+    if not versions:
+        return None
+    step = state.candidate()
+    if step is None:
+        return None
+    worker = state.pop_idle([version for version in versions if state.admitted(step, version)])
+    if worker is None:
+        return None
+    return _generate_task(state, step, worker, "generate")
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------
+
+
+def _program_task(state: State, kind: TaskKind, argument: Any) -> Task:
+    trainer = state.trainer
+    if kind == "assist":
+        task: Task = argument
+        return task
+    return _task(kind, trainer, state.step, argument=argument, version=trainer.version)
+
+
+def _can_assist(state: State, step: Step) -> bool:
+    # Only the current step: its micro-batches are fresh on the trainer, and those of the next would delay this one.
+    return bool(step.pending) and state.may_generate and state.rules.assists
+
+
+def _decide(state: State, step: Step, ask: Ask) -> bool:
+    """Ask the policy; on yes, reserve the micro-batch and write the trainer's program."""
+    state.bubble_asked = True
+    if not ask(state, step).assist:
+        return False
+    step.num_assists += 1
+    assist = _generate_task(state, step, state.trainer, "assist")
+    if state.rules.switches:
+        state.trainer_program += [("switch", ("generate",)), ("assist", assist), ("switch", ("train",))]
+    else:
+        state.trainer_program.append(("assist", assist))
+    return True
+
+
+def _update(state: State, step: Step, index: int) -> Task:
+    step.ready.remove(index)
+    argument = (step.rollouts[index], step.advantages.pop(index))
+    return _task("update", state.trainer, step.number, index, argument=argument, version=step.rollouts[index].version)
+
+
+def _trainer_score(state: State, step: Step) -> Task | None:
+    if not state.scoring_queue or (state.rules.barrier and step.num_generated < len(step.micro_batches)):
+        return None
+    return _score_task(state, step, state.trainer)
+
+
+def _trainer_generate(state: State, step: Step) -> Task | None:
+    return _generate_task(state, step, state.trainer, "generate") if step.pending else None
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------
+
+
+def _score_task(state: State, step: Step, worker: Worker) -> Task:
+    _, _, index = state.pop_unscored()
+    rollout = step.rollouts[index]
+    return _task("score", worker, step.number, index, argument=(rollout,), version=rollout.version)
+
+
+def _generate_task(state: State, step: Step, worker: Worker, kind: TaskKind) -> Task:
+    index, stale = state.dispatch(step, worker)
+    task = _task(kind, worker, step.number, index, argument=(step.micro_batches[index],), version=worker.version)
+    task.stale = stale
+    return task
+
+
+def _task(
+    kind: TaskKind, worker: Worker, step: int, index: int = -1, *, argument: tuple[Any, ...], version: int
+) -> Task:
+    return Task(kind=kind, worker=worker, step=step, index=index, argument=argument, version=version)

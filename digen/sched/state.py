@@ -1,0 +1,289 @@
+"""What the scheduler knows: the counters and queues of Algorithm 1, and the ledger of every open step.
+
+Pure bookkeeping. :mod:`digen.sched.select` reads it to decide, :mod:`digen.sched.loop` feeds it results. The listing's
+names: ``s`` is :attr:`State.step` (optimizer steps finished, also the current step), ``R`` is
+:attr:`State.num_generating`, ``U`` the trainer's running update, ``SQ`` :attr:`State.scoring_queue` and ``UQ`` each
+step's :attr:`Step.ready`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from digen.events import Role, TaskKind
+from digen.groups import Arrival, GroupAssembler
+from digen.sched.admission import admits
+from digen.types import MicroBatch, Publication, Rollout
+
+if TYPE_CHECKING:
+    from digen.config import AdvantageSection
+    from digen.plan import Plan
+
+
+class Rules(Struct, frozen=True):
+    """A resolved :class:`digen.ScheduleConfig`: the numbers that Algorithm 1 compares with."""
+
+    window: int
+    stale_limit: int
+    barrier: bool
+    hold: bool
+    index_order: bool
+    max_generating: int | None
+    assists: bool
+    """Whether the trainer can generate."""
+    switches: bool
+    """Whether the trainer must be switched for an assist and back."""
+
+
+class Worker:
+    """A worker as the scheduler sees it."""
+
+    __slots__ = ("leaving", "name", "position", "role", "task", "version")
+
+    def __init__(self, name: str, role: Role, position: int, version: int) -> None:
+        self.name = name
+        self.role: Role = role
+        self.position = position
+        self.version = version
+        self.task: Task | None = None
+        self.leaving = False
+
+
+class Task(Struct):
+    """One call on one worker."""
+
+    kind: TaskKind
+    worker: Worker
+    step: int
+    index: int
+    """Micro-batch, or -1."""
+    version: int
+    argument: tuple[Any, ...]
+    """What the handle's method is called with."""
+    stale: bool = False
+    id: int = -1
+    started: float = 0.0
+
+
+class Step:
+    """The ledger of one step: where each of its B micro-batches stands."""
+
+    def __init__(self, number: int, micro_batches: Sequence[MicroBatch], advantage: AdvantageSection) -> None:
+        self.number = number
+        self.micro_batches = micro_batches
+        self.assembler = GroupAssembler(micro_batches, advantage)
+        self.pending = deque(range(len(micro_batches)))
+        self.num_stale = 0
+        self.num_generating = 0
+        self.num_generated = 0
+        self.num_scored = 0
+        self.num_assists = 0
+        self.num_updated = 0
+        self.rollouts: dict[int, Rollout] = {}
+        self.owners: dict[int, Worker] = {}
+        self.rewards: dict[int, tuple[float, ...]] = {}
+        self.advantages: dict[int, tuple[float | None, ...]] = {}
+        self.kept: dict[int, int] = {}
+        """Samples of each scored micro-batch that best-of-N kept."""
+        self.ready: deque[int] = deque()
+        """UQ of this step in order of arrival; index order is kept by :attr:`next_index`."""
+        self.settled: dict[int, str] = {}
+        self.next_index = 0
+        """Lowest micro-batch that has not settled."""
+
+    @property
+    def complete(self) -> bool:
+        """Line 27: all B micro-batches have settled."""
+        return len(self.settled) == len(self.micro_batches)
+
+    def settle(self, index: int, outcome: str) -> None:
+        """Micro-batch ``index`` is done with."""
+        self.settled[index] = outcome
+        while self.next_index in self.settled:
+            self.next_index += 1
+
+
+class State:
+    """Everything the scheduler decides from."""
+
+    def __init__(self, plan: Plan, advantage: AdvantageSection, rules: Rules, *, start_step: int) -> None:
+        self.plan = plan
+        self._advantage = advantage
+        self.rules = rules
+        self.step = start_step
+        self.last_step = plan.num_steps
+        """The run ends before this step: S, or an earlier one when draining."""
+        self.steps: dict[int, Step] = {}
+        self.scoring_queue: list[tuple[int, int, int]] = []
+        """SQ: (step, order of arrival, micro-batch); the lowest step is scored first."""
+        self._arrivals = 0
+        self.num_generating = 0
+        self.generators: dict[str, Worker] = {}
+        self.scorers: dict[str, Worker] = {}
+        self.trainer: Worker
+        self._idle: dict[int, list[tuple[int, Worker]]] = {}
+        self._idle_scorers: list[tuple[int, Worker]] = []
+        self.num_busy_generators = 0
+        self.num_loading = 0
+        self.publication: Publication | None = None
+        self.num_outdated = 0
+        """Generators that do not hold the trainer's weights."""
+        self.publish_due = False
+        """Whether the trainer holds weights that some generator lacks and that are not published yet."""
+        self.holding = False
+        """sync="hold": from the commit until every generator has loaded."""
+        self.trainer_program: deque[tuple[TaskKind, Any]] = deque()
+        """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
+        self.bubble_asked = False
+        """Whether the policy was asked about the trainer's present bubble."""
+
+    # ---- the plan's supply -------------------------------------------------------------------------------------
+
+    def ledger(self, number: int) -> Step:
+        """The ledger of a step, opened when it is first looked at."""
+        step = self.steps.get(number)
+        if step is None:
+            step = self.steps[number] = Step(number, self.plan.step(number), self._advantage)
+        return step
+
+    @property
+    def current(self) -> Step:
+        """The ledger of the step being trained."""
+        return self.ledger(self.step)
+
+    @property
+    def horizon(self) -> int:
+        """The first step that may not be generated for yet, whatever the workers hold."""
+        return min(self.step + self.rules.window, self.last_step)
+
+    def candidate(self) -> Step | None:
+        """NextMicroBatch (line 6): the first step from the current one on that has undispatched micro-batches."""
+        for number in range(self.step, self.horizon):
+            step = self.ledger(number)
+            if step.pending:
+                return step
+        return None
+
+    def admitted(self, step: Step, version: int) -> bool:
+        """Line 5, on the candidate."""
+        rules = self.rules
+        return admits(step.number, version, window=rules.window, num_stale=step.num_stale, limit=rules.stale_limit)
+
+    @property
+    def may_generate(self) -> bool:
+        """C_gen: whether one more generation may be in flight."""
+        limit = self.rules.max_generating
+        return limit is None or self.num_generating < limit
+
+    # ---- idle workers ------------------------------------------------------------------------------------------
+
+    def set_idle(self, worker: Worker) -> None:
+        """``worker`` has no task. Generators are kept by version, so that no decision scans them all."""
+        worker.task = None
+        if worker.role == "generator":
+            heapq.heappush(self._idle.setdefault(worker.version, []), (worker.position, worker))
+        elif worker.role == "scorer":
+            heapq.heappush(self._idle_scorers, (worker.position, worker))
+
+    def idle_versions(self) -> list[int]:
+        """Versions that idle generators hold: at most a few."""
+        return [version for version, heap in self._idle.items() if heap]
+
+    def pop_idle(self, versions: Sequence[int]) -> Worker | None:
+        """Take the idle generator with the lowest index among those that hold one of ``versions``."""
+        heaps = [heap for version in versions if (heap := self._idle.get(version))]
+        if not heaps:
+            return None
+        heap = min(heaps, key=lambda heap: heap[0][0]) if len(heaps) > 1 else heaps[0]
+        worker = heapq.heappop(heap)[1]
+        if not heap:
+            del self._idle[worker.version]
+        return worker
+
+    def pop_idle_scorer(self) -> Worker | None:
+        """Take the idle scorer with the lowest index."""
+        return heapq.heappop(self._idle_scorers)[1] if self._idle_scorers else None
+
+    def withdraw(self, worker: Worker) -> None:
+        """Take an idle worker out, so that it gets no more work."""
+        if worker.role == "generator":
+            heap = self._idle[worker.version]
+            heap.remove((worker.position, worker))
+            heapq.heapify(heap)
+            if not heap:
+                del self._idle[worker.version]
+        else:
+            self._idle_scorers.remove((worker.position, worker))
+            heapq.heapify(self._idle_scorers)
+
+    # ---- transitions -------------------------------------------------------------------------------------------
+
+    def dispatch(self, step: Step, worker: Worker) -> tuple[int, bool]:
+        """Take the next micro-batch of ``step`` for ``worker``; returns (index, stale)."""
+        index = step.pending.popleft()
+        stale = step.number != worker.version
+        step.num_stale += stale
+        step.num_generating += 1
+        self.num_generating += 1
+        return index, stale
+
+    def generated(self, step: Step, index: int, rollout: Rollout, worker: Worker) -> None:
+        """Lines 11, 12, 16: a generation returned; its rollout waits in SQ."""
+        step.num_generating -= 1
+        self.num_generating -= 1
+        step.num_generated += 1
+        step.rollouts[index] = rollout
+        step.owners[index] = worker
+        self._arrivals += 1
+        heapq.heappush(self.scoring_queue, (step.number, self._arrivals, index))
+
+    def pop_unscored(self) -> tuple[int, int, int]:
+        """Take the head of SQ: (step, order of arrival, micro-batch)."""
+        return heapq.heappop(self.scoring_queue)
+
+    def scored(self, step: Step, index: int, rewards: tuple[float, ...]) -> Arrival:
+        """Lines 13 to 15: rewards arrived; whole groups get advantages and their micro-batches enter UQ."""
+        step.num_scored += 1
+        step.rewards[index] = rewards
+        arrival = step.assembler.add(index, rewards)
+        for ready in arrival.ready:
+            step.kept[ready.index] = ready.num_kept
+            if ready.num_kept:
+                step.advantages[ready.index] = ready.advantages
+                step.ready.append(ready.index)
+            else:
+                step.settle(ready.index, "empty")
+        return arrival
+
+    def close_step(self) -> Step:
+        """Lines 28 and 30: the optimizer stepped; the next step is the current one."""
+        step = self.steps.pop(self.step)
+        self.step += 1
+        return step
+
+    def recount_outdated(self) -> None:
+        """Called when the trainer's version or the set of generators changed: the only scan over workers."""
+        version = self.trainer.version
+        self.num_outdated = sum(worker.version != version for worker in self.generators.values())
+        published = self.publication is not None and self.publication.version == version
+        self.publish_due = not published and self.num_outdated > 0
+
+    def loaded(self, worker: Worker, version: int) -> None:
+        """A generator holds ``version`` now; with the last of them a hold ends."""
+        worker.version = version
+        self.num_outdated -= version == self.trainer.version
+        if self.num_outdated == 0:
+            self.holding = False
+
+    @property
+    def finished(self) -> bool:
+        """Line 4, and nothing left to sync: the run is over, or drained."""
+        if self.step < self.last_step or self.trainer.task is not None or self.trainer_program:
+            return False
+        drained = self.last_step < self.plan.num_steps
+        return drained or self.num_outdated == 0

@@ -1,0 +1,61 @@
+"""Weight sync: which publication is current, who reads which, and when a buffer may be reused (line 29).
+
+The trainer publishes after a commit; a generator loads only between trajectories, so that no trajectory mixes
+weights. A publication's buffer goes back to the trainer once it is superseded *and* its last reader is done: a slow
+loader never reads a buffer that is being rewritten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from digen.errors import ProtocolError
+from digen.types import LoadReport, Payload, Publication
+
+
+class WeightSync:
+    """Publications of one trainer.
+
+    Args:
+        release: called with the payload of a publication that nobody will read again.
+    """
+
+    def __init__(self, release: Callable[[Payload], None]) -> None:
+        self._release = release
+        self._readers: Counter[int] = Counter()
+        self._superseded: dict[int, Publication] = {}
+        self.current: Publication | None = None
+        """The newest publication."""
+
+    def published(self, publication: Publication) -> None:
+        """A newer publication replaces the current one."""
+        if self.current is not None:
+            self._superseded[self.current.version] = self.current
+        self.current = publication
+        self._free()
+
+    def load_began(self, publication: Publication) -> None:
+        """A worker reads ``publication`` from now on."""
+        self._readers[publication.version] += 1
+
+    def load_ended(self, publication: Publication, report: LoadReport) -> None:
+        """A worker has loaded ``publication``.
+
+        Raises:
+            ProtocolError: what it reports to hold is not what was published.
+        """
+        self._readers[publication.version] -= 1
+        self._free()
+        wanted = (publication.version, publication.checksum, publication.num_tensors)
+        got = (report.version, report.checksum, report.num_tensors)
+        if got != wanted:
+            raise ProtocolError(
+                f"after loading version {wanted[0]} (checksum {wanted[1]:x}, {wanted[2]} tensors) the worker holds "
+                f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights"
+            )
+
+    def _free(self) -> None:
+        for version in [version for version in self._superseded if not self._readers[version]]:
+            del self._readers[version]
+            self._release(self._superseded.pop(version).payload)

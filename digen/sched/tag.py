@@ -1,0 +1,133 @@
+"""TAG policies: whether an idle trainer should generate (paper 3.3 and 4).
+
+A policy is a pure function from a :class:`Bubble`, what is known when a bubble emerges, to a :class:`Decision`. It is
+asked once per emerging bubble; a skipped bubble stays closed until the trainer's next task. It may be asked only when
+an assist is legal, so every answer keeps the schedule correct and only its speed is at stake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from msgspec import Struct
+
+
+class Durations(Struct, frozen=True):
+    """Mean durations in seconds that the run has measured so far; ``None`` where it has not."""
+
+    generate_s: float | None = None
+    score_s: float | None = None
+    update_s: float | None = None
+    assist_s: float | None = None
+    switch_s: float | None = None
+    """Load and offload together."""
+
+
+class Bubble(Struct, frozen=True):
+    """An emerging bubble of a trainer, and the state of the current step around it."""
+
+    step: int
+    num_micro_batches: int
+    num_pending: int
+    """Micro-batches of the step that nobody has started."""
+    num_generating: int
+    """Generations of the step in flight."""
+    num_unscored: int
+    """Generated, not yet scored."""
+    num_ready: int
+    """Scored and waiting for the trainer; 0 unless the policy asks before the first update."""
+    num_updated: int
+    num_assists: int
+    """Assists of the step so far."""
+    num_generators: int
+    durations: Durations
+
+
+class Decision(NamedTuple):
+    """A policy's answer. ``saving_s`` is the predicted saving where the policy predicts one."""
+
+    assist: bool
+    reason: str
+    saving_s: float | None = None
+
+
+class Policy(NamedTuple):
+    """A named TAG policy.
+
+    ``assists_before_update`` is k for policies that assist k times before the step's first update even when
+    micro-batches are ready for it (static, the paper's Static TAG): then no gradient is open and the switch is
+    cheapest.
+    """
+
+    name: str
+    decide: Callable[[Bubble], Decision]
+    assists_before_update: int = 0
+
+
+def never() -> Policy:
+    """No assists: plain GAP."""
+    return Policy("never", lambda bubble: Decision(assist=False, reason="policy never"))
+
+
+def greedy() -> Policy:
+    """Assist in every bubble."""
+    return Policy("greedy", lambda bubble: Decision(assist=True, reason="policy greedy"))
+
+
+def static(k: int) -> Policy:
+    """Assist exactly ``k`` times, before the step's first update (the paper's Static TAG)."""
+
+    def decide(bubble: Bubble) -> Decision:
+        if bubble.num_updated:
+            return Decision(assist=False, reason="updates have begun")
+        if bubble.num_assists >= k:
+            return Decision(assist=False, reason=f"{k} assists done")
+        return Decision(assist=True, reason=f"assist {bubble.num_assists + 1} of {k}")
+
+    return Policy(f"static({k})", decide, assists_before_update=k)
+
+
+def threshold() -> Policy:
+    """Assist when the predicted saving exceeds the measured cost of the switch.
+
+    Both sides are estimates from running means. The generators alone finish the pending micro-batches in
+    ``ceil(pending / G)`` rounds; an assist takes one of them away but keeps the trainer from updating meanwhile. The
+    first bubble of a run assists, so that the durations get measured (paper 4).
+    """
+
+    def decide(bubble: Bubble) -> Decision:
+        known = bubble.durations
+        if known.assist_s is None or known.update_s is None or known.generate_s is None or bubble.num_generators == 0:
+            return Decision(assist=True, reason="durations are not measured yet")
+        switch_s = known.switch_s or 0.0
+        saving_s = _finish(bubble, assist=False) - _finish(bubble, assist=True)
+        lend = saving_s > switch_s
+        comparison = "exceeds" if lend else "does not exceed"
+        return Decision(lend, f"saving {saving_s:.3g} s {comparison} switch {switch_s:.3g} s", saving_s)
+
+    return Policy("threshold", decide)
+
+
+def _finish(bubble: Bubble, *, assist: bool) -> float:
+    """Predicted time until the step's last update ends, without the cost of a switch."""
+    known = bubble.durations
+    assert known.generate_s is not None  # noqa: S101 - the caller checked
+    assert known.update_s is not None  # noqa: S101
+    pending = bubble.num_pending - assist
+    rounds = math.ceil((pending + bubble.num_generating) / bubble.num_generators)
+    num_updates = bubble.num_micro_batches - bubble.num_updated
+    generated = rounds * known.generate_s + (known.score_s or 0.0) + known.update_s
+    trained = ((known.assist_s or 0.0) if assist else 0.0) + num_updates * known.update_s
+    return max(generated, trained)
+
+
+def policy_from(text: str) -> Policy:
+    """The policy that ``schedule.tag`` names: never, static(k), greedy or threshold."""
+    from digen.config import parse_tag
+
+    name, argument = parse_tag(text)
+    if name == "static":
+        return static(argument or 0)
+    return {"never": never, "greedy": greedy, "threshold": threshold}[name]()

@@ -1,0 +1,188 @@
+"""Targets that the tests run in child processes. Plain Python: a bare worker needs no numpy."""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from digen.errors import NumericsError, RewardError
+from digen.types import CommitReport, LoadReport, MicroBatch, Payload, Publication, Rollout, Scored, UpdateReport
+
+_FD = int(sys.argv[1]) if len(sys.argv) > 2 else -1  # the worker's socket, for targets that misuse it
+
+
+class Engine:
+    """Generator, scorer and trainer in one; its weights are a number."""
+
+    def __init__(self, version: int = 0, num_floats: int = 16) -> None:
+        self.version = version
+        self.num_floats = num_floats
+        self.steps = 0
+
+    def generate(self, micro_batch: MicroBatch) -> Rollout:
+        latents = array.array("f", range(micro_batch.index, micro_batch.index + self.num_floats))
+        return Rollout(micro_batch, self.version, self.version, Payload({"latents": latents}))
+
+    def score(self, rollout: Rollout) -> Scored:
+        return Scored((float(sum(rollout.payload["latents"])),) * rollout.micro_batch.num_samples)
+
+    def update(self, rollout: Rollout, advantages: tuple[float | None, ...]) -> UpdateReport:
+        total = sum(rollout.payload["latents"]) * sum(a for a in advantages if a is not None)
+        return UpdateReport(rollout.micro_batch.step, rollout.micro_batch.index, 1, {"loss": total})
+
+    def commit(self, step: int, indices: tuple[int, ...]) -> CommitReport:
+        self.version += 1
+        return CommitReport(self.version, len(indices))
+
+    def publish(self, version: int) -> Publication:
+        return Publication(version, Payload({"w": array.array("d", [float(version)])}), 7, 1, 8)
+
+    def load(self, publication: Publication) -> LoadReport:
+        self.version = int(publication.payload["w"][0])
+        return LoadReport(self.version, 7, 1)
+
+    def restore(self, path: str) -> int:
+        self.version = int(path)
+        return self.version
+
+
+class Misc:
+    """Whatever else a target may do."""
+
+    def echo(self, *values: Any) -> list[Any]:
+        return list(values)
+
+    def environ(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def modules(self) -> list[str]:
+        return sorted(sys.modules)
+
+    def say(self, text: str) -> str:
+        print(text)
+        print(text, file=sys.stderr)
+        os.write(1, text.encode())
+        return text
+
+    def nap(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "rested"
+
+    def wait_for(self, path: str) -> Payload:
+        """Block until ``path`` exists."""
+        while not Path(path).exists():
+            time.sleep(0.005)
+        return Payload({"late": b"payload"})
+
+    def exit(self, code: int) -> None:
+        sys.stderr.write("going \x1b[31mdown\x07\n")
+        sys.stderr.flush()
+        os._exit(code)
+
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def fail(self, kind: str) -> None:
+        match kind:
+            case "reward":
+                raise RewardError("the judge said nothing")
+            case "numerics":
+                raise NumericsError("loss is nan")
+            case "chained":
+                try:
+                    dict[str, str]()["inner"]
+                except KeyError as error:
+                    raise RuntimeError("outer") from error
+        raise ValueError(kind)
+
+    def leave_grandchild(self) -> int:
+        """Die and leave a process behind that holds the worker's socket open."""
+        os.set_inheritable(_FD, True)
+        code = "import sys, time; sys.stdout.write('.'); sys.stdout.flush(); time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-S", "-c", code], close_fds=False, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.read(1)
+        Path(os.environ["GRANDCHILD"]).write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    def write_raw(self, data: bytes) -> str:
+        os.write(_FD, data)
+        time.sleep(60)
+        return "never"
+
+    def close_socket(self) -> None:
+        os.close(_FD)
+        time.sleep(60)
+
+    def make(self, num_bytes: int) -> Payload:
+        return Payload({"a": bytes(num_bytes)})
+
+    def make_many(self, number: int) -> list[Payload]:
+        return [Payload({"a": bytes([index])}) for index in range(number)]
+
+    def read(self, payload: Payload) -> dict[str, list[Any]]:
+        return {name: [view.format, list(view.shape), bytes(view)] for name, view in payload.items()}
+
+    def glance(self, payload: Payload) -> int:
+        return len(payload)
+
+    def spoil(self, payload: Payload) -> None:
+        """Write to a segment of this worker after it was given away, as a bug might."""
+        assert payload.ref is not None
+        import gc
+        import mmap
+
+        for memory in gc.get_objects():
+            if isinstance(memory, mmap.mmap) and len(memory) >= payload.ref.nbytes:
+                memory[payload.ref.nbytes - 1] ^= 1
+
+    def mappings(self) -> int:
+        """Number of shared-memory segments that this process maps."""
+        maps = Path("/proc/self/maps").read_text()
+        return sum("memfd:digen" in line for line in maps.splitlines())
+
+    def num_fds(self) -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def unencodable(self) -> object:
+        return object()
+
+    def huge(self) -> bytes:
+        return bytes(20 << 20)
+
+
+class Deaf(Misc):
+    """Does not care to be terminated."""
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def broken_constructor() -> None:
+    raise RuntimeError("no model here")
+
+
+def wrong_type() -> object:
+    class Wrong:
+        def generate(self, micro_batch: MicroBatch) -> dict[str, int]:
+            return {"rollout": micro_batch.index}
+
+    return Wrong()
+
+
+def sleepy() -> None:
+    time.sleep(60)
+
+
+def dying() -> None:
+    os._exit(7)
+
+
+ready_made = Misc()
