@@ -1,8 +1,9 @@
 """Checkpoints: what is true after a crash.
 
 A checkpoint is a folder ``checkpoints/step-000010`` that the trainer and the driver wrote together under a temporary
-name and that was renamed once every file in it was complete and synced. ``manifest.json`` is written last and holds
-the SHA-256 of every other file; a folder without it, or with a file that differs from it, is not a checkpoint.
+name and that was renamed once every file in it was complete and synced. ``run.json`` is the driver's part, all other
+files are the trainer's. ``manifest.json`` is written last and holds the SHA-256 of every other file; a folder without
+it, or with a file that differs from it, is not a checkpoint.
 
 Checkpoints are taken between a commit and the next update only, so the ledger of undone work is short: every
 micro-batch of the steps from ``first_undone_step`` on. No cursor into the data is stored; the plan computes the steps.
@@ -14,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ from digen.errors import CheckpointError
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
-_STATE = "state.json"
+_STATE = "run.json"
+_VERSION = re.compile(r"step-\d+")
 
 log = structlog.get_logger("digen.checkpoint")
 
 
 class RunState(Struct, frozen=True):
-    """The driver's part of a checkpoint, ``state.json``."""
+    """The driver's part of a checkpoint, ``run.json``."""
 
     schema: int
     version: int
@@ -67,14 +70,24 @@ class Checkpoints:
         return last or version % self._every == 0
 
     async def save(self, trainer: Any, version: int) -> str:
-        """Have the trainer write its part, add the driver's, make it durable, rename, prune."""
+        """Have the trainer write its part, add the driver's, make it durable, rename, prune.
+
+        Checkpoints of later versions are deleted: they belong to a continuation that was given up when the run was
+        resumed from an earlier one.
+
+        Raises:
+            CheckpointError: the trainer wrote a file under a name that is the driver's.
+        """
         final = self._folder / f"step-{version:06d}"
         temporary = self._folder / f".step-{version:06d}.tmp"
-        await asyncio.to_thread(_fresh, temporary)
+        await asyncio.to_thread(self._make, temporary)
         files = await trainer.save(str(temporary))
+        reserved = sorted({_STATE, _MANIFEST} & set(files))
+        if reserved:
+            raise CheckpointError(f"{', '.join(reserved)} in {temporary}: the trainer must use another name")
         state = RunState(SCHEMA, version, version, self._plan_digest, self._family)
         await asyncio.to_thread(_complete, temporary, final, files, state)
-        await asyncio.to_thread(self._prune)
+        await asyncio.to_thread(self._prune, version)
         return str(final)
 
     def find(self, which: str | Path) -> tuple[Path, RunState]:
@@ -87,25 +100,30 @@ class Checkpoints:
         """
         if str(which) != "latest":
             path = Path(which)
-            return path, self._checked(path)
+            return path, self._fitting(path, verify(path))
         reasons = []
-        for path in reversed(self._complete_folders()):
+        for path in reversed(self.complete):
             try:
-                return path, self._checked(path)
+                state = verify(path)
             except CheckpointError as error:
                 reasons.append(str(error))
-                log.warning("checkpoint is unusable, trying the one before", reason=str(error))
+                log.warning("passing over a broken checkpoint", reason=str(error))
+            else:
+                return path, self._fitting(path, state)
         if reasons:
             raise CheckpointError(f"no usable checkpoint in {self._folder}: {'; '.join(reasons)}")
         raise CheckpointError(
-            f"no checkpoint in {self._folder}; the run ended before its first one: delete its folder and start again"
+            f"no checkpoint in {self._folder}: the run ended before its first one; "
+            f"delete {self._folder.parent} and start again without --resume"
         )
 
-    def _complete_folders(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*")) if self._folder.is_dir() else []
+    @property
+    def complete(self) -> list[Path]:
+        """The folders of all checkpoints that were completed, oldest first; what they hold is not looked at."""
+        found = [path for path in self._folder.glob("step-*") if _VERSION.fullmatch(path.name)]
+        return sorted(found, key=_version)
 
-    def _checked(self, path: Path) -> RunState:
-        state = verify(path)
+    def _fitting(self, path: Path, state: RunState) -> RunState:
         if state.plan_digest != self._plan_digest:
             raise CheckpointError(
                 f"checkpoint {path} is of another plan (prompts, group size, micro-batches or seed differ); "
@@ -115,8 +133,15 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} is of family {state.family!r}, the config of {self._family!r}")
         return state
 
-    def _prune(self) -> None:
-        for path in self._complete_folders()[: -self._keep]:
+    def _make(self, temporary: Path) -> None:
+        for unfinished in self._folder.glob(".step-*.tmp"):  # a crash left it
+            shutil.rmtree(unfinished)
+        temporary.mkdir(parents=True, mode=0o700)
+
+    def _prune(self, newest: int) -> None:
+        folders = self.complete
+        later = [path for path in folders if _version(path) > newest]
+        for path in later + folders[: len(folders) - len(later)][: -self._keep]:
             shutil.rmtree(path)
 
 
@@ -129,10 +154,11 @@ def verify(path: Path) -> RunState:
     manifest = path / _MANIFEST
     try:
         digests = msgspec.json.decode(manifest.read_bytes(), type=dict[str, str])
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {_MANIFEST}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"it has no {_MANIFEST}" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{path} is not a complete checkpoint: {what}") from None
     except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{manifest} cannot be read: {error}") from None
+        raise CheckpointError(f"checkpoint {path} is broken: {_MANIFEST} cannot be read: {error}") from None
     for name, digest in digests.items():
         try:
             found = _sha256(path / name)
@@ -151,9 +177,8 @@ def verify(path: Path) -> RunState:
     return state
 
 
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
+def _version(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunState) -> None:

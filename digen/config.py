@@ -38,7 +38,7 @@ class _Model(BaseModel):
 class ScheduleConfig(_Model):
     """How Algorithm 1 runs. ``mode`` chooses defaults; any field that is set explicitly wins over them."""
 
-    mode: Mode = "tag"
+    mode: Mode = "gap"
     """Preset: colocated, naive, microbatch (batch axis), gap, tag, tcss (paper, Fig. 1, 5 and 8)."""
     axis: Literal["generation", "batch"] | None = None
     """Axis along which a step is cut into micro-batches (paper 3.2.1)."""
@@ -236,7 +236,7 @@ class OptimizerSection(_Model):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """torch.optim class."""
-    lr: Annotated[float, Field(gt=0)] = 6e-5
+    lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Adam's betas; betas[0] is SGD's momentum."""

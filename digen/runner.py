@@ -51,6 +51,8 @@ class Prepared:
     config: RunConfig
     prompts: PromptSet
     plan: Plan
+    extras: tuple[str, ...]
+    """Extras of ``digen-rl`` that the run needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +72,13 @@ class RunReport:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Check a config: extras, model folder, reward, prompts, and the plan's arithmetic.
+    """Check a config: model folder, reward, prompts, worker names, and the plan's arithmetic.
 
     Raises:
         ConfigError: names the field or file and the mend.
     """
     family = families.lookup(config.model.family)
     reward = rewards.lookup(config.reward.name)
-    for extra in (*family.extras, *([reward.extra] if reward.extra is not None else [])):
-        require(extra)
     families.model_folder(config.model)
     prompts = load_prompts(config.prompts, family.prompts, config.run.seed)
     plan = Plan(
@@ -92,7 +92,9 @@ def prepare(config: RunConfig) -> Prepared:
         shuffle=config.prompts.shuffle,
     )
     GroupAssembler(plan.step(0), config.algorithm.advantage)
-    return Prepared(config, prompts, plan)
+    _workers(config)
+    extras = (*family.extras, *([reward.extra] if reward.extra is not None else []))
+    return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)))
 
 
 def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:

@@ -331,6 +331,7 @@ class Learner:
         self._abandon()
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
+        self._parked = None
         self._optimizer.state.clear()
         for key, tensor in optimizer.items():
             name, _, slot = key.rpartition("/")

@@ -6,14 +6,17 @@ number of workers. An anyio task group or ``asyncio.wait`` per call would cost s
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from digen.errors import WorkerError
 from digen.events import TaskKind
 from digen.sched.state import Task, Worker
+
+if TYPE_CHECKING:
+    import asyncio
 
 _METHOD: dict[TaskKind, str] = {"assist": "generate"}
 
@@ -33,7 +36,8 @@ class Checkpointer(Protocol):
 class Inbox:
     """Completions in the order in which they happened. The only thing the loop sleeps on."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._items: deque[tuple[Task, Any, Exception | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -50,14 +54,10 @@ class Inbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def settle(self) -> None:
-        """Let lanes run that were just given a task: what ends at once ends now."""
-        await asyncio.sleep(0)
-
     async def drain(self) -> Iterable[tuple[Task, Any, Exception | None]]:
         """Wait until something happened or somebody woke us; return every completion so far."""
         if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -73,21 +73,25 @@ class Inbox:
 class Lane:
     """One long-lived coroutine per worker: take a task, call the handle, put the result into the inbox."""
 
-    def __init__(self, handle: Any, worker: Worker, inbox: Inbox, checkpointer: Checkpointer | None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        worker: Worker,
+        *,
+        inbox: Inbox,
+        checkpointer: Checkpointer | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.worker = worker
         self._handle = handle
         self._inbox = inbox
         self._calls: dict[TaskKind, Callable[..., Awaitable[Any]]] = {}
         if checkpointer is not None:
             self._calls["checkpoint"] = partial(checkpointer.save, handle)
-        self._mail: asyncio.Future[Task]
-        self._coroutine: asyncio.Task[None]
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to serve."""
         self._loop = loop
-        self._mail = loop.create_future()
-        self._coroutine = loop.create_task(self._serve(), name=f"digen-lane-{self.worker.name}")
+        self._mail: asyncio.Future[Task] = loop.create_future()
+        self._cancelled = False
+        self.coroutine: asyncio.Task[None] = loop.create_task(self._serve(), name=f"digen-lane-{worker.name}")
 
     def give(self, task: Task) -> None:
         """Hand over a task; the worker must be idle."""
@@ -95,11 +99,8 @@ class Lane:
 
     def cancel(self) -> None:
         """Abandon the running call."""
-        self._coroutine.cancel()
-
-    async def ended(self) -> None:
-        """Wait until the coroutine is gone."""
-        await asyncio.wait([self._coroutine])
+        self._cancelled = True
+        self.coroutine.cancel()
 
     async def _serve(self) -> None:
         calls, put = self._calls, self._inbox.put
@@ -113,5 +114,10 @@ class Lane:
                 result = await call(*task.argument)
             except Exception as error:
                 put(task, None, error)
+            except BaseException:
+                if not self._cancelled:  # the handle let a cancellation of its own escape
+                    name = self.worker.name
+                    put(task, None, WorkerError(f"worker {name!r} cancelled its own call", worker=name, task=task.kind))
+                raise
             else:
                 put(task, result, None)

@@ -142,7 +142,6 @@ class Scheduler:
         self._checkpointer = checkpointer
         self._start_step = start_step
         self._profile = Profile()
-        self._inbox = Inbox()
         self._lanes: dict[str, Lane] = {}
         self._owned: list[Any] = []
         self._groups: dict[int, list[CompletedGroup]] = {}
@@ -163,6 +162,7 @@ class Scheduler:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
+        self._inbox = Inbox(self._loop)
         try:
             await self._start_handles([handle for handle, _ in self._initial])
             self._prepare()
@@ -270,7 +270,7 @@ class Scheduler:
                 while (task := select(state)) is not None:  # 5-9
                     self._launch(task)
                 if bubble_emerges(state, self._policy):
-                    await self._inbox.settle()  # a task of no length makes no bubble
+                    await asyncio.sleep(0)  # let lanes run: a task of no length makes no bubble
                 if self._inbox:
                     self._apply(self._inbox.take())
                     continue
@@ -646,8 +646,9 @@ class Scheduler:
             state.trainer = worker
         else:
             (state.generators if role == "generator" else state.scorers)[handle.name] = worker
-        lane = self._lanes[handle.name] = Lane(handle, worker, self._inbox, self._checkpointer)
-        lane.start(self._loop)
+        self._lanes[handle.name] = Lane(
+            handle, worker, inbox=self._inbox, checkpointer=self._checkpointer, loop=self._loop
+        )
         self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
         state.set_idle(worker)
         self._just_idle.append(worker)
@@ -679,7 +680,7 @@ class Scheduler:
         lanes = list(self._lanes.values())
         for lane in lanes:
             lane.cancel()
-        await asyncio.gather(*(lane.ended() for lane in lanes))
+        await asyncio.wait([lane.coroutine for lane in lanes])
         for lane in lanes:
             if (task := lane.worker.task) is not None:
                 self._emit(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def select(state: State) -> Task | None:
     """The next task for a generator or scorer, or ``None``. Takes the worker and the micro-batch out of the state."""
+    if not state.someone_idle:
+        return None
     return _load(state) or _score(state) or _generate(state)
 
 
@@ -75,8 +77,8 @@ def next_update(state: State, step: Step) -> int | None:
     if state.rules.barrier and step.num_scored < len(step.micro_batches):
         return None
     if not state.rules.index_order:
-        return step.ready[0] if step.ready else None
-    return step.next_index if step.next_index in step.advantages else None
+        return next(iter(step.ready), None)
+    return step.next_index if step.next_index in step.ready else None
 
 
 def describe_bubble(state: State, step: Step, durations: Durations) -> Bubble:
@@ -208,8 +210,7 @@ def _decide(state: State, step: Step, ask: Ask) -> bool:
 
 
 def _update(state: State, step: Step, index: int) -> Task:
-    step.ready.remove(index)
-    argument = (step.rollouts[index], step.advantages.pop(index))
+    argument = (step.rollouts[index], step.ready.pop(index))
     return _task("update", state.trainer, step.number, index, argument=argument, version=step.rollouts[index].version)
 
 

@@ -87,11 +87,10 @@ class Step:
         self.rollouts: dict[int, Rollout] = {}
         self.owners: dict[int, Worker] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
-        self.advantages: dict[int, tuple[float | None, ...]] = {}
         self.kept: dict[int, int] = {}
         """Samples of each scored micro-batch that best-of-N kept."""
-        self.ready: deque[int] = deque()
-        """UQ of this step in order of arrival; index order is kept by :attr:`next_index`."""
+        self.ready: dict[int, tuple[float | None, ...]] = {}
+        """UQ of this step: advantages by micro-batch, in order of arrival; :attr:`next_index` keeps index order."""
         self.settled: dict[int, str] = {}
         self.next_index = 0
         """Lowest micro-batch that has not settled."""
@@ -190,16 +189,21 @@ class State:
         elif worker.role == "scorer":
             heapq.heappush(self._idle_scorers, (worker.position, worker))
 
+    @property
+    def someone_idle(self) -> bool:
+        """Whether a generator or scorer has no task."""
+        return bool(self._idle or self._idle_scorers)
+
     def idle_versions(self) -> list[int]:
         """Versions that idle generators hold: at most a few."""
-        return [version for version, heap in self._idle.items() if heap]
+        return list(self._idle)
 
     def pop_idle(self, versions: Sequence[int]) -> Worker | None:
         """Take the idle generator with the lowest index among those that hold one of ``versions``."""
-        heaps = [heap for version in versions if (heap := self._idle.get(version))]
-        if not heaps:
+        if not versions:
             return None
-        heap = min(heaps, key=lambda heap: heap[0][0]) if len(heaps) > 1 else heaps[0]
+        heaps = self._idle
+        heap = heaps[versions[0]] if len(versions) == 1 else min(heaps[version] for version in versions)
         worker = heapq.heappop(heap)[1]
         if not heap:
             del self._idle[worker.version]
@@ -254,8 +258,7 @@ class State:
         for ready in arrival.ready:
             step.kept[ready.index] = ready.num_kept
             if ready.num_kept:
-                step.advantages[ready.index] = ready.advantages
-                step.ready.append(ready.index)
+                step.ready[ready.index] = ready.advantages
             else:
                 step.settle(ready.index, "empty")
         return arrival

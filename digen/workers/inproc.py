@@ -12,7 +12,7 @@ from digen.types import Payload
 from digen.workers.child import build, public_methods
 from digen.workers.handle import TargetHandle, task_of, to_the_end
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class InProcessWorker(TargetHandle):
@@ -57,32 +57,38 @@ class InProcessWorker(TargetHandle):
         Raises:
             WorkerRaised: the method raised; errors of :mod:`digen.errors` are raised as they are.
         """
+        task = task_of(method, args)
         if self._object is None:
-            raise WorkerError(f"worker {self.name!r} is not started", worker=self.name, task=task_of(method, args))
-        target = self._object
+            raise WorkerError(f"worker {self.name!r} is not started", worker=self.name, task=task)
 
         def run() -> Any:
+            target = self._object
+            if target is None:
+                raise WorkerError(f"worker {self.name!r} was closed, {task} was not run", worker=self.name, task=task)
             result = getattr(target, method)(*args)
             self._note(method, result)
             return result
 
-        return await self._run(task_of(method, args), run)
+        return await self._run(task, run)
 
     def release(self, payload: Payload) -> None:
         """Nothing to do: a payload of this process is freed when nothing refers to it."""
 
     async def aclose(self) -> None:
-        """Wait for the running call, which cannot be interrupted, and let the target go. Harmless when repeated."""
+        """Wait for the running call, which cannot be interrupted, and let the target go. Harmless when repeated.
+
+        Calls that have not begun fail.
+        """
         executor, self._executor = self._executor, None
         self._object = None
         self._withdraw()
         if executor is not None:
-            await to_the_end(asyncio.to_thread(executor.shutdown, cancel_futures=True))
+            await to_the_end(asyncio.to_thread(executor.shutdown))
 
     def __repr__(self) -> str:
         return f"InProcessWorker({self.name!r}, {self._target!r})"
 
-    async def _run(self, task: str, function: Callable[[], T]) -> T:
+    async def _run(self, task: str, function: Callable[[], _T]) -> _T:
         try:
             if self._executor is None:
                 return function()

@@ -206,7 +206,7 @@ class Lease(Payload):
     """A payload as the driver holds it: a reference, and the promise that its segment is not written meanwhile.
 
     It ends with :meth:`release`, or when nothing in the driver refers to it any more; in either case not before the
-    calls that read it have ended.
+    calls that read it have ended. A lease is equal to itself only: the driver cannot compare arrays.
     """
 
     __slots__ = ("_num_readers", "_released", "owner", "segment")
@@ -239,6 +239,12 @@ class Lease(Payload):
         self._num_readers -= 1
         if self._released and not self._num_readers:
             self.owner.released(self.segment.index)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __del__(self) -> None:
         self.release()

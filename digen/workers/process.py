@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,10 +29,10 @@ from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, Wo
 from digen.types import Payload, Ready, WorkerSpec
 from digen.workers.handle import TargetHandle, task_of, to_the_end
 from digen.workers.payload import Lease, Segment
-from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, receive, send
+from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
 
 _TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
-_SECRET = re.compile(r"AWS_.*|AZURE_.*|GOOGLE_APPLICATION_CREDENTIALS|HF_TOKEN|.*(_API_KEY|_TOKEN|_SECRET|_PASSWORD)")
+_SECRET = re.compile(r"AWS_.*|AZURE_.*|GOOGLE_APPLICATION_CREDENTIALS|.*(_API_KEY|_TOKEN|_SECRET|_PASSWORD)")
 _TAIL_BYTES = 8192
 _TAIL_LINES = 20
 _EOF_GRACE_S = 1.0
@@ -394,7 +393,10 @@ class _Child:
             threading.Thread(target=self._wait, name=f"{self._name} waiter", daemon=True).start()
 
     def _wait(self) -> None:
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        else:  # macOS before Python 3.13
+            self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._on_exit)
 
@@ -423,7 +425,7 @@ class _Child:
         self._exited.set_result(None)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal the process and its group. Its id cannot name another: it is reaped only in :meth:`_on_exit`."""
+        """Signal the process and its group. The id cannot be another's yet: :meth:`_on_exit` reaps after its signal."""
         if not self._exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
@@ -484,8 +486,4 @@ def _tail(path: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
     except OSError:
         return ""
-    return "\n".join("".join(map(_visible, line)) for line in lines)
-
-
-def _visible(char: str) -> str:
-    return char.encode("unicode_escape").decode() if unicodedata.category(char) in {"Cc", "Cf", "Cs"} else char
+    return printable("\n".join(lines))

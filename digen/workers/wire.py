@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import traceback
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -29,8 +30,6 @@ from digen.handles import METHODS
 from digen.types import Payload, PayloadRef, Ready, WorkerSpec
 from digen.workers.payload import Lease, Segment, Store
 
-T = TypeVar("T")
-
 MAX_FRAME = 16 << 20
 """Most bytes of one frame's body. A longer one is refused when its header arrives, before memory is taken for it."""
 
@@ -40,6 +39,7 @@ MAX_FDS = 253
 START = "@start"
 """The first request to a worker: its :class:`digen.types.WorkerSpec`, answered by :class:`digen.types.Ready`."""
 
+_T = TypeVar("_T")
 _HEADER = struct.Struct("<IB")
 _READ_SIZE = 1 << 16
 _ANCILLARY_SIZE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -47,7 +47,8 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _PAYLOAD = 1  # msgpack extension type
 _ENVELOPE = 1 << 16  # more than a message needs beside its arguments or result
 _MAX_NOTICES = 64  # segments released, and segments forgotten, in one request
-_MAX_TRACEBACK = 1 << 16
+_MAX_TEXT = 1 << 16
+_FIELD = str | int | float | bool
 
 _encode_ref = Encoder().encode
 _SCHEMA: dict[str, tuple[tuple[Any, ...], Any]] = {**METHODS, START: ((WorkerSpec,), Ready)}
@@ -81,10 +82,11 @@ class Failure(Struct, frozen=True):
     """An exception as data."""
 
     type: str
-    """Qualified name; errors of :mod:`digen.errors` are raised as themselves in the driver."""
+    """Qualified name; the bare name for errors of :mod:`digen.errors`, which the driver raises as themselves."""
     message: str
     traceback: str
-    fields: dict[str, str | int | float | bool | None] = {}
+    fields: dict[str, _FIELD | None] = {}
+    """Attributes of an error of :mod:`digen.errors`."""
 
 
 class FrameReader:
@@ -219,12 +221,14 @@ class WorkerCodec:
     def failure(self, request_id: int, error: BaseException) -> bytes:
         """Encode an exception with its traceback."""
         kind = type(error)
-        plain = kind.__module__ in {errors.__name__, "builtins"}
+        name, fields = f"{kind.__module__}.{kind.__qualname__}", {}
+        if isinstance(error, DigenError) and kind.__module__ == errors.__name__:
+            name, fields = kind.__name__, {k: v for k, v in vars(error).items() if isinstance(v, _FIELD | None)}
         failure = Failure(
-            type=kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}",
-            message=str(error)[:_MAX_TRACEBACK],
-            traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK:],
-            fields={k: v for k, v in vars(error).items() if isinstance(v, str | int | float | bool | None)},
+            type=name.removeprefix("builtins."),
+            message=printable(str(error)[:_MAX_TEXT]),
+            traceback=printable("".join(traceback.format_exception(error))[-_MAX_TEXT:]),
+            fields=fields,
         )
         text = self._encode(failure)
         return self._encode(Reply(request_id, False, Raw(text)))
@@ -291,7 +295,7 @@ class DriverCodec:
         """
         try:
             encoded = self._encode(args)
-        except (TypeError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WorkerError(f"cannot send {method} to {self._worker!r}: {error}", worker=self._worker) from error
         finally:
             leases, self._leases = self._leases, []
@@ -376,6 +380,17 @@ class DriverCodec:
         return Lease(ref, segment, self)
 
 
+def printable(text: str) -> str:
+    """``text`` with characters that could fool a terminal, or that no encoding has, made visible; lines stay."""
+    return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cf", "Cs"}:
+        return char
+    return char.encode("unicode_escape").decode()
+
+
 _USE_PAYLOAD = "arrays belong in a digen.Payload, everything else must be plain data"
 
 
@@ -400,7 +415,7 @@ class _Decoders(dict[str, Any]):
         return self._read(self._ref(data))  # type: ignore[no-any-return]  # the hook of one of the codecs
 
 
-def _decode(decode: Callable[[Any], T], data: bytes | Raw) -> T:
+def _decode(decode: Callable[[Any], _T], data: bytes | Raw) -> _T:
     try:
         return decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

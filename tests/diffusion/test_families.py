@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from digen.config import ModelSection
-from digen.diffusion.families import check_installed, check_model_folder, lookup, model_folder
+from digen.diffusion.families import check_model_folder, lookup, model_folder
 from digen.diffusion.families.digits import load
 from digen.errors import ConfigError, MissingExtra
+from digen.extras import require
 from digen.types import Prompt
 
 DIGITS = model_folder(ModelSection())
@@ -73,10 +74,11 @@ def test_a_model_of_another_family_or_a_torn_file_is_a_config_error(tmp_path: Pa
 
 
 def test_missing_dependencies_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_installed("digits")
-    monkeypatch.setattr("digen.diffusion.families.find_spec", lambda name: None if name == "sklearn" else object())
+    for extra in lookup("digits").extras:
+        require(extra)
+    monkeypatch.setattr("digen.extras.find_spec", lambda name: None if name == "sklearn" else object())
     with pytest.raises(MissingExtra, match=r"sklearn is not installed.*digen-rl\[demo\]"):
-        check_installed("digits")
+        require("demo")
 
 
 def test_weights_are_aligned_and_on_their_own() -> None:

@@ -101,10 +101,12 @@ LOOSE: dict[str, Any] = {"algorithm__clip_range": 0.3}
 
 def test_gradient_equals_a_direct_transcription(toy: Any, micro_batch: Make, config: Config) -> None:
     advantages = (1.5, None, 0.0, -7.0, 0.8, 1.0)
-    gradient, model = _accumulated(toy, config(**LOOSE), [micro_batch()], advantages, torch.float64)
+    two_prompts = tuple(micro_batch(index=n, count=3, label=label).slices[0] for n, label in enumerate((3, 8)))
+    batch = MicroBatch(0, 0, 0, two_prompts)
+    gradient, model = _accumulated(toy, config(**LOOSE), [batch], advantages, torch.float64)
     for parameter in model.parameters().values():
         parameter.grad = None
-    _transcription(model, _sample(toy(torch.float64), micro_batch()), advantages, 0.3).backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
+    _transcription(model, _sample(toy(torch.float64), batch), advantages, 0.3).backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
     torch.testing.assert_close(gradient, _gradient(model), rtol=1e-12, atol=1e-12)
 
 

@@ -92,6 +92,8 @@ class Misc:
         match kind:
             case "reward":
                 raise RewardError("the judge said nothing")
+            case "rude":
+                raise ValueError("\x1b[2J\ud800\u202e")
             case "numerics":
                 raise NumericsError("loss is nan")
             case "chained":

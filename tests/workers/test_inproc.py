@@ -28,7 +28,7 @@ class Engine:
     def __init__(self, version: int = 4) -> None:
         self.version = version
         self.threads = {threading.current_thread()}
-        self.running = 0
+        self.started = threading.Event()
         self.blocked = threading.Event()
 
     def generate(self, micro_batch: MicroBatch) -> Rollout:
@@ -42,6 +42,7 @@ class Engine:
         raise error
 
     def block(self) -> bool:
+        self.started.set()
         return self.blocked.wait(5)
 
     def same(self, value: Any) -> Any:
@@ -102,10 +103,12 @@ async def test_closing_waits_for_the_running_call() -> None:
     engine = Engine()
     worker = InProcessWorker("e", engine)
     await worker.start()
-    call = asyncio.ensure_future(worker.call("block"))
-    await asyncio.sleep(0)
+    call, queued = asyncio.ensure_future(worker.call("block")), asyncio.ensure_future(worker.call("same", 1))
+    assert await asyncio.to_thread(engine.started.wait, 5)
     closing = asyncio.ensure_future(worker.aclose())
     await asyncio.sleep(0)
     engine.blocked.set()
     await closing
     assert await call is True
+    with pytest.raises(WorkerError, match="was closed, same was not run"):
+        await queued

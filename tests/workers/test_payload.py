@@ -229,3 +229,6 @@ def test_the_driver_cannot_read_a_lease() -> None:
     assert isinstance(payload, Payload)
     with pytest.raises(TypeError, match="not in the driver"):
         payload["x"]
+    other, _ = lease()
+    assert payload != other
+    assert {payload, other} == {other, payload}

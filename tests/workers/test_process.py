@@ -24,6 +24,7 @@ from digen import (
     ProcessWorker,
     ProtocolError,
     RewardError,
+    Scorer,
     Trainer,
     WorkerDied,
     WorkerError,
@@ -38,8 +39,12 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.mark.asyncio
 async def test_a_step_through_two_workers(worker: Make, micro_batch: MicroBatch) -> None:
     async with worker("gen0", "Engine", kwargs={"version": 2}) as gen, worker("trainer", "Engine") as trainer:
-        assert isinstance(gen, Generator)
-        assert isinstance(trainer, Trainer)
+        generator: Generator = gen  # for the type checker, too
+        scorer: Scorer = gen
+        learner: Trainer = trainer
+        assert isinstance(generator, Generator)
+        assert isinstance(scorer, Scorer)
+        assert isinstance(learner, Trainer)
         assert (gen.version, trainer.version) == (2, 0)
         rollout = await gen.generate(micro_batch)
         assert rollout.micro_batch == micro_batch
@@ -187,8 +192,13 @@ async def test_errors_cross_with_class_worker_and_traceback(worker: Make, micro_
             await handle.call("fail", "chained")
         assert (raised.value.worker, raised.value.task) == ("w", "fail")
         assert "KeyError: 'inner'" in raised.value.__notes__[0]
+        with pytest.raises(WorkerRaised) as rude:
+            await handle.call("fail", "rude")
+        assert str(rude.value) == r"worker 'w', fail: ValueError: \x1b[2J\ud800\u202e"
         with pytest.raises(WorkerRaised, match="object cannot cross"):
             await handle.call("unencodable")
+        with pytest.raises(WorkerError, match="surrogates not allowed"):
+            await handle.call("echo", "\ud800")
         with pytest.raises(ProtocolError, match=r"the limit is 16777216; arrays belong in a digen\.Payload"):
             await handle.call("huge")
         with pytest.raises(WorkerError, match="arrays belong in"):

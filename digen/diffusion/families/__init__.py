@@ -8,13 +8,11 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from digen.config import ModelSection
-from digen.errors import ConfigError, MissingExtra
+from digen.errors import ConfigError
 
-_MODULES = {"diffusion": ("torch", "diffusers", "safetensors", "numpy", "PIL"), "demo": ("sklearn",)}
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -58,18 +56,6 @@ def lookup(name: str) -> FamilyInfo:
         close = difflib.get_close_matches(name, FAMILIES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"unknown model.family {name!r}; {hint}known: {', '.join(sorted(FAMILIES))}") from None
-
-
-def check_installed(name: str) -> None:
-    """Check, without importing anything, that the extras of the family called ``name`` are installed.
-
-    Raises:
-        MissingExtra: one is not.
-    """
-    for extra in lookup(name).extras:
-        for module in _MODULES[extra]:
-            if find_spec(module) is None:
-                raise MissingExtra(module, extra)
 
 
 def model_folder(model: ModelSection) -> Path:

@@ -1,0 +1,41 @@
+# make demo    post-train the embedded model (about two minutes after the installation)
+# make test    lint, types, tests
+# make prove   every long proof and benchmark; writes experiments/results/
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test prove clean
+
+demo: $(VENV)/.demo
+	$(BIN)/digen train experiments/digits.yaml --run.name demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+prove: $(VENV)/.prove
+	$(BIN)/python experiments/prove.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "digen needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade 'pip>=25.1'
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) install -e '.[diffusion,demo]' -c constraints.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install -e '.[diffusion,demo,data]' --group dev -c constraints.txt
+	@touch $@
+
+$(VENV)/.prove: $(VENV)/.dev
+	$(PIP) install -e '.[diffusion,demo,data,ray]' -c constraints.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
