@@ -11,7 +11,7 @@ import difflib
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -31,6 +31,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What each mode sets. A mode is a set of defaults of one scheduler: an explicit field wins over its mode."""
 
 
+if TYPE_CHECKING:
+    Share = Decimal | float
+else:
+    # Floats are taken, as the decimal that they print; inside it is always a Decimal.
+    Share = Annotated[Decimal, Field(ge=0, le=1)]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -46,7 +53,7 @@ class ScheduleConfig(_Model):
     """Whether a stage (generate, score, update) starts only when the one before is complete."""
     window: Annotated[int, Field(ge=1)] | None = None
     """W: staleness stays below it. 1 is on-policy, 2 the paper's one-step bound; more draws a warning."""
-    stale_fraction: Annotated[Decimal, Field(ge=0, le=1)] | None = None
+    stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
     """Trainer-assisted generation: never, static(k), greedy or threshold."""
@@ -268,7 +275,7 @@ class RewardSection(_Model):
 class WorkersSection(_Model):
     """Which processes run and where."""
 
-    generators: Annotated[int, Field(ge=1)] | None = None
+    generators: Annotated[int, Field(ge=0)] | None = None
     """Generator processes. Default: 1; mode colocated has none, its one worker does every stage."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
@@ -336,10 +343,11 @@ class RunConfig(_Model):
 
     @model_validator(mode="after")
     def _workers_fit_mode(self) -> Self:
-        if self.schedule.mode == "colocated" and self.workers.generators is not None:
-            raise ValueError(
-                "leave out workers.generators in mode colocated: one worker does every stage, on all cores"
-            )
+        colocated = self.schedule.mode == "colocated"
+        if colocated and self.workers.generators:
+            raise ValueError("workers.generators must be 0 in mode colocated: one worker does every stage, all cores")
+        if not colocated and self.workers.generators == 0:
+            raise ValueError(f"workers.generators must be at least 1 in mode {self.schedule.mode}")
         return self
 
     @property

@@ -25,7 +25,6 @@ from digen.data import PromptSet, load_prompts
 from digen.diffusion import families, rewards
 from digen.errors import ConfigError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
-from digen.extras import require
 from digen.groups import GroupAssembler
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress

@@ -1,6 +1,6 @@
 """A run from Python: a config, three overrides, a report. About 30 seconds.
 
-    python experiments/from_python.py
+python experiments/from_python.py
 """
 
 from __future__ import annotations

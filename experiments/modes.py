@@ -93,8 +93,10 @@ def table(measured: dict[str, Measured]) -> list[str]:
     naive = statistics.median(measured["naive"].steps_per_minute) if "naive" in measured else None
     lines = [
         f"{os.cpu_count()} cores; medians; bubbles by cause, share of each role's wall time",
-        f"{'mode':20}{'steps/min':>10}{'spread':>14}{'x naive':>9}{'gen idle':>10}{'trainer idle':>14}"
-        f"{'assists':>9}{'switch s':>10}{'stale':>7}{'gens':>6}{'split groups':>14}",
+        (
+            f"{'mode':20}{'steps/min':>10}{'spread':>14}{'x naive':>9}{'gen idle':>10}{'trainer idle':>14}"
+            f"{'assists':>9}{'switch s':>10}{'stale':>7}{'gens':>6}{'split groups':>14}"
+        ),
     ]
     for row, result in measured.items():
         speed = statistics.median(result.steps_per_minute)
