@@ -102,7 +102,7 @@ class Checkpoints:
             path = Path(which)
             return path, self._fitting(path, verify(path))
         reasons = []
-        for path in reversed(self.complete):
+        for path in reversed(completed(self._folder)):
             try:
                 state = verify(path)
             except CheckpointError as error:
@@ -116,12 +116,6 @@ class Checkpoints:
             f"no checkpoint in {self._folder}: the run ended before its first one; "
             f"delete {self._folder.parent} and start again without --resume"
         )
-
-    @property
-    def complete(self) -> list[Path]:
-        """The folders of all checkpoints that were completed, oldest first; what they hold is not looked at."""
-        found = [path for path in self._folder.glob("step-*") if _VERSION.fullmatch(path.name)]
-        return sorted(found, key=_version)
 
     def _fitting(self, path: Path, state: RunState) -> RunState:
         if state.plan_digest != self._plan_digest:
@@ -139,10 +133,15 @@ class Checkpoints:
         temporary.mkdir(parents=True, mode=0o700)
 
     def _prune(self, newest: int) -> None:
-        folders = self.complete
+        folders = completed(self._folder)
         later = [path for path in folders if _version(path) > newest]
         for path in later + folders[: len(folders) - len(later)][: -self._keep]:
             shutil.rmtree(path)
+
+
+def completed(folder: Path) -> list[Path]:
+    """The checkpoints in a run's ``checkpoints`` folder, oldest first; what they hold is not looked at."""
+    return sorted((path for path in folder.glob("step-*") if _VERSION.fullmatch(path.name)), key=_version)
 
 
 def verify(path: Path) -> RunState:

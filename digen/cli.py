@@ -1,64 +1,80 @@
 """The ``digen`` command. Imports only what a subcommand needs, when it needs it.
 
-Exit codes: 0 done; 1 the run failed; 2 usage or configuration; 130 interrupted (a checkpoint was saved where a step
-had begun).
+Exit codes: 0 done; 1 the run failed; 2 usage, configuration or checkpoint, so that nothing was trained; 130 interrupted
+by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from digen.config import RunConfig
-
-_OVERRIDES = "Any field of the config can be set with --section.field VALUE, for example --schedule.window 2."
+    from digen.runner import Prepared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from digen.errors import ConfigError, DigenError
+    from digen.errors import CheckpointError, ConfigError, DigenError
 
     try:
         words, overrides = _split(sys.argv[1:] if argv is None else argv)
         options = _parser().parse_args(words)
         code: int = options.command(options, overrides)
-    except ConfigError as error:
-        return _complain(error, 2)
+    except (ConfigError, CheckpointError) as error:
+        return _complain(str(error), error, 2)
     except DigenError as error:
-        return _complain(error, 1)
-    except KeyboardInterrupt:
-        print("digen: interrupted before the first step; nothing was trained", file=sys.stderr)
-        return 130
+        return _complain(str(error), error, 1)
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), error, 1)
+    except KeyboardInterrupt as error:
+        return _complain("interrupted", error, 130)
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        from digen.errors import ConfigError
+
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="digen", description="Post-train diffusion and flow models with RL on two pools of workers."
-    )
+    parser = _Parser(prog="digen", description="Post-train diffusion and flow models with RL on two pools of workers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="run a config", epilog=_OVERRIDES)
-    train.add_argument("config", nargs="?", type=Path, help="YAML file; without it, the embedded digits job")
+    train = _command(commands, "train", "run a config", _train)
+    _add_config(train)
     train.add_argument("--resume", metavar="latest|PATH", help="continue the run in its folder from a checkpoint")
     train.add_argument("--no-progress", action="store_true", help="print nothing while it runs")
     train.add_argument("--fields", action="store_true", help="list every field of the config and exit")
-    train.set_defaults(command=_train)
 
-    check = commands.add_parser(
-        "check", help="validate a config, print it and the plan's arithmetic, start nothing", epilog=_OVERRIDES
-    )
-    check.add_argument("config", nargs="?", type=Path, help="YAML file; without it, the embedded digits job")
-    check.set_defaults(command=_check)
+    check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
+    _add_config(check)
 
-    report = commands.add_parser("report", help="write report.json and report.html of a run anew and summarise it")
+    report = _command(commands, "report", "write a run's report and trace anew and summarise it", _report)
     report.add_argument("run", type=Path, help="a run's folder")
-    report.set_defaults(command=_report)
     return parser
+
+
+def _command(commands: Any, name: str, what: str, function: Callable[..., int]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", type=Path, help="YAML file; without it, the embedded digits job")
+    parser.epilog = (
+        "Any field of the config can be set with --section.field VALUE, for example --schedule.window 2; "
+        "digen train --fields lists them."
+    )
 
 
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -66,34 +82,67 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         print("\n".join(_fields()))
         return 0
     config = _load(options.config, overrides)
-    from digen.runner import run
+    from digen.errors import CheckpointError, ConfigError, DigenError
+    from digen.runner import how_to_continue, run
 
-    report = run(config, resume=options.resume, progress=not options.no_progress)
+    try:
+        report = run(config, resume=options.resume, progress=not options.no_progress)
+    except (DigenError, KeyboardInterrupt) as error:
+        if any(map(_is_traceback, getattr(error, "__notes__", ()))):
+            error.add_note(f"the traceback is in the worker's log in {config.folder / 'logs'}")
+        if not isinstance(error, ConfigError | CheckpointError):
+            error.add_note(how_to_continue(config.folder))
+        raise
     print(report.summary())
     print(f"\nreport: {report.folder / 'report.html'}")
-    return 0 if report.outcome == "completed" else 130
+    if report.outcome == "completed":
+        return 0
+    print(f"digen: interrupted; {how_to_continue(config.folder)}", file=sys.stderr)
+    return 130
 
 
 def _check(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = _load(options.config, overrides)
     from digen.config import dump_yaml
     from digen.runner import prepare
-    from digen.sched.admission import stale_limit
 
     prepared = prepare(config)
-    schedule, plan = config.schedule, prepared.plan
-    limit = stale_limit(schedule.resolved_stale_fraction, plan.num_micro_batches)
     print(dump_yaml(config))
-    print("\n".join(plan.describe()))
-    print(
-        f"schedule: mode {schedule.mode}, window {schedule.resolved_window}, "
-        f"at most {limit} of {plan.num_micro_batches} micro-batches stale, tag {schedule.resolved_tag}, "
-        f"sync {schedule.sync}, updates in {schedule.update_order} order"
+    print("\n".join(f"# {fact}" for fact in _facts(prepared)))
+    return 0
+
+
+def _facts(prepared: Prepared) -> list[str]:
+    """What a config comes to: the plan's arithmetic, the schedule, the workers, and what is not installed here."""
+    from digen.errors import MissingExtra
+    from digen.extras import require
+    from digen.sched.admission import stale_limit
+
+    plan, config = prepared.plan, prepared.config
+    schedule, evaluation, generators = config.schedule, config.evaluation, config.num_generators
+    total = plan.num_micro_batches
+    limit = stale_limit(schedule.resolved_stale_fraction, total)
+    facts = plan.describe()
+    facts.append(
+        f"schedule: mode {schedule.mode}, window {schedule.resolved_window}, at most {limit} of {total} micro-batches "
+        f"stale, TAG {schedule.resolved_tag}, sync {schedule.sync}, updates in {schedule.update_order} order"
         + (", a barrier between stages" if schedule.resolved_barrier else "")
     )
-    print(f"workers: {config.num_generators or 'no'} generator{'s' * (config.num_generators != 1)}, 1 trainer")
-    print(f"prompts: {len(prepared.prompts.train)} to train on, {len(prepared.prompts.held_out)} for evaluation")
-    return 0
+    pools = f"{generators} generator{'s' * (generators > 1)}, 1 trainer" if generators else "1, which does every stage"
+    facts.append(f"workers: {pools}")
+    when = " and ".join(word for word, on in (("start", evaluation.at_start), ("end", evaluation.at_end)) if on)
+    prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
+    facts.append(
+        f"evaluation: {prompts} prompts x {evaluation.samples_per_prompt} samples at the {when}"
+        if when
+        else "evaluation: none"
+    )
+    for extra in prepared.extras:
+        try:
+            require(extra)
+        except MissingExtra as error:
+            facts.append(f"not here yet: {error}")
+    return facts
 
 
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -107,8 +156,11 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     events = options.run / "events.jsonl"
     if not events.is_file():
         raise ConfigError(f"{options.run} is not a run's folder: it has no events.jsonl")
-    print(text_summary(write_report(options.run)))
-    write_trace(read_events(events), options.run / "trace.json")
+    try:
+        print(text_summary(write_report(options.run)))
+        write_trace(read_events(events), options.run / "trace.json")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     print(f"\nreport: {options.run / 'report.html'}")
     return 0
 
@@ -133,7 +185,7 @@ def _configure_logging(level: str) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is then: the live view replaces it
     )
 
 
@@ -150,38 +202,44 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             others.append(word)
             continue
         if not equals:
-            try:
-                value = next(words)
-            except StopIteration:
-                raise ConfigError(f"{word} needs a value") from None
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{word} needs a value")
         overrides[key[2:]] = value
     return others, overrides
 
 
 def _fields() -> list[str]:
     """Every field with its default and help, from the models' docstrings."""
+    import json
+
     from digen.config import RunConfig
 
     lines: list[str] = []
 
-    def walk(model: Any, prefix: str) -> None:
+    def walk(model: Any, defaults: dict[str, Any], prefix: str) -> None:
         for name, field in model.model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            if hasattr(default, "model_fields_set"):
-                walk(type(default), f"{prefix}{name}.")
-            else:
-                lines.append(f"--{prefix}{name}  (default: {default})")
-                lines.append(f"    {field.description}")
+            default = defaults[name]
+            if hasattr(field.annotation, "model_fields"):
+                walk(field.annotation, default, f"{prefix}{name}.")
+                continue
+            shown = default if isinstance(default, str) else json.dumps(default)
+            lines.append(f"--{prefix}{name}" + (f"  (default: {shown})" if default is not None else ""))
+            lines.append(f"    {field.description}".replace("``", ""))
 
-    walk(RunConfig, "")
+    walk(RunConfig, RunConfig().model_dump(mode="json"), "")
     return lines
 
 
-def _complain(error: Exception, code: int) -> int:
-    print(f"digen: {error}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
-        print(note, file=sys.stderr)
+def _complain(message: str, error: BaseException, code: int) -> int:
+    """Say what happened in one line, then what is worth knowing beside it; tracebacks are in the workers' logs."""
+    notes = [note for note in getattr(error, "__notes__", ()) if not _is_traceback(note)]
+    print("\n".join([f"digen: {message}", *notes]), file=sys.stderr)
     return code
+
+
+def _is_traceback(note: str) -> bool:
+    return note.startswith("traceback in ")
 
 
 if __name__ == "__main__":

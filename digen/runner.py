@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from digen.checkpoint import Checkpoints
+from digen.checkpoint import Checkpoints, completed
 from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
 from digen.diffusion import families, rewards
 from digen.errors import ConfigError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
+from digen.extras import require
 from digen.groups import GroupAssembler
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("digen")
 
 _ROLES = "digen.diffusion.roles"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def prepare(config: RunConfig) -> Prepared:
 def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
     """Run a config to its end.
 
-    The first Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, the second stops at once.
+    In the main thread the first Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, the second stops at
+    once. Before the first step and during an evaluation there is nothing to finish: the first one ends the run.
 
     Args:
         config: from :func:`digen.load_config`.
@@ -107,10 +111,19 @@ def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool =
         progress: show a live view on a terminal, else a line a step.
 
     Raises:
-        ConfigError: before anything was started.
+        ConfigError: before anything was trained.
+        CheckpointError: there is nothing to resume from.
         DigenError: the run failed; the cause is chained.
+        KeyboardInterrupt: interrupted outside of the steps.
     """
-    return asyncio.run(_arun(config, resume=resume, progress=progress, signals=True))
+    signals = threading.current_thread() is threading.main_thread()
+    work = _arun(config, resume=resume, progress=progress, signals=signals)
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        work.close()  # in a running loop, asyncio.run refuses and leaves it
 
 
 async def arun(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
@@ -118,8 +131,19 @@ async def arun(config: RunConfig, *, resume: str | Path | None = None, progress:
     return await _arun(config, resume=resume, progress=progress, signals=False)
 
 
+def how_to_continue(folder: Path) -> str:
+    """What to do after a run in ``folder`` has ended early, in one line."""
+    if saved := completed(folder / "checkpoints"):
+        return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest"
+    if _is_untouched(folder):
+        return "nothing was trained; the same command starts again"
+    return f"no checkpoint was saved; delete {folder} to start again"
+
+
 async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool, signals: bool) -> RunReport:
     prepared = prepare(config)
+    for extra in prepared.extras:
+        require(extra)
     folder = config.folder
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -128,9 +152,8 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         plan_digest=prepared.plan.digest,
         family=config.model.family,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_claimed(folder, resume is not None))
-        found = checkpoints.find(resume) if resume is not None else None
+    with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
+        checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
         (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         sinks: list[Sink] = [
             stack.enter_context(EventLog(folder / "events.jsonl")),
@@ -139,12 +162,22 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         if progress:
             sinks.append(stack.enter_context(Progress()))
         try:
-            steps, outcome = await _train(prepared, checkpoints, found[0] if found else None, sinks, signals=signals)
+            steps, outcome = await _train(prepared, checkpoints, checkpoint, sinks, signals=signals)
         finally:
             if (folder / "events.jsonl").stat().st_size:
                 write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
                 values = write_report(folder)
     return RunReport(folder, outcome, steps, values)
+
+
+def _find(checkpoints: Checkpoints, resume: str | Path, config: RunConfig) -> Path:
+    path, state = checkpoints.find(resume)
+    if state.version >= config.run.num_steps:
+        raise ConfigError(
+            f"checkpoint {path} has {state.version} steps, so run.num_steps={config.run.num_steps} leaves nothing to "
+            "train; raise it to train longer"
+        )
+    return path
 
 
 async def _train(
@@ -190,6 +223,9 @@ def _workers(config: RunConfig) -> list[ProcessWorker]:
     unknown = sorted(set(workers.gpus) - set(targets))
     if unknown:
         raise ConfigError(f"workers.gpus names {', '.join(unknown)}; the workers are {', '.join(sorted(targets))}")
+    without = [name for name in targets if not workers.gpus.get(name)]
+    if without and config.model.device.startswith("cuda"):
+        raise ConfigError(f"model.device is {config.model.device}, but workers.gpus gives {', '.join(without)} no GPU")
     return [
         ProcessWorker(
             name,
@@ -223,14 +259,14 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
     """Hold the run's folder: a new one, or with ``resume`` an old one; never one that another run holds."""
     if resume and not folder.is_dir():
         raise ConfigError(f"there is no run to resume in {folder}; check run.name and run.output")
-    if not resume and folder.exists():
-        raise ConfigError(
-            f"the run folder {folder} exists; choose another run.name, delete it, or continue it with --resume latest"
-        )
+    if not resume and folder.exists() and not _is_untouched(folder):
+        mend = "continue it with --resume latest, " if completed(folder / "checkpoints") else ""
+        raise ConfigError(f"the run folder {folder} exists; {mend}choose another run.name, or delete it")
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("checkpoints", "logs", "samples"):
-            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+        lock = (folder / _LOCK).open("w")
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be made: {error.strerror}; check run.output") from None
     with lock:
@@ -239,6 +275,12 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
         except OSError:
             raise ConfigError(f"another process is running in {folder}; wait for it or choose another name") from None
         yield
+
+
+def _is_untouched(folder: Path) -> bool:
+    """Whether a run claimed ``folder`` but ended before its first event, so that nothing is lost by another start."""
+    events = folder / "events.jsonl"
+    return (folder / _LOCK).is_file() and not (events.is_file() and events.stat().st_size)
 
 
 class _Interrupt:

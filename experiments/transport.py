@@ -1,7 +1,8 @@
 """How long a 64 MiB rollout takes from a generator to a trainer, against a plain copy of the same array.
 
 Run ``python experiments/transport.py [--json PATH]`` on an idle machine; it takes about 10 s. Expected: about one
-memcpy with reused segments, about ten with a new segment each time, because its pages have to be made.
+memcpy with reused segments, about two with checksums, and from ten to over sixty with a new segment each time, because
+its pages have to be made.
 
 The generator stamps the monotonic clock, which processes share, before it hands out the finished array; the trainer
 stamps it when it holds the view. The clock covers the copy into shared memory, both messages and the driver.

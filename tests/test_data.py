@@ -25,7 +25,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def load(source: Path | str, seed: int = 0, **section: Any) -> PromptSet:
-    return load_prompts(PromptSection(source=source, **section), None, seed)
+    return load_prompts(PromptSection(source=str(source), **section), None, seed)
 
 
 def texts(prompts: tuple[Prompt, ...]) -> list[str]:
@@ -121,7 +121,7 @@ def test_the_default_source_is_used_when_none_is_named(tmp_path: Path) -> None:
     default = write(tmp_path, "default.txt", "zero\none\n")
     assert texts(load_prompts(PromptSection(), default, 0).train) == ["zero", "one"]
     named = write(tmp_path, "named.txt", "two\n")
-    assert texts(load_prompts(PromptSection(source=named), default, 0).train) == ["two"]
+    assert texts(load_prompts(PromptSection(source=str(named)), default, 0).train) == ["two"]
     with pytest.raises(ConfigError, match=r"prompts\.source is not set"):
         load_prompts(PromptSection(), None, 0)
 

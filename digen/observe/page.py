@@ -53,7 +53,7 @@ def render(report: dict[str, Any], config_text: str = "", images: Sequence[Path]
         images: PNG files to embed, up to ``MAX_IMAGE_BYTES`` in all; the newest and the oldest first.
     """
     name = escape_html(report["run"]["name"])
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    style = _style()
     sections = [
         _header(report),
         _cards(report),
@@ -118,7 +118,17 @@ def _notes(report: dict[str, Any]) -> str:
     return "".join(f'<p class="note">{escape_html(note)}</p>' for note in report["notes"])
 
 
-def _reward(report: dict[str, Any]) -> str:
+def _style() -> str:
+    return Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+
+
+def reward_plot(report: dict[str, Any]) -> str:
+    """The reward curve as an SVG file of its own; empty without a step."""
+    chart = _reward_chart(report)
+    return chart.replace("<title>", f"<style>{_style()}</style><title>", 1)
+
+
+def _reward_chart(report: dict[str, Any]) -> str:
     points = []
     for step in report["steps"]:
         values = step["values"]
@@ -126,10 +136,15 @@ def _reward(report: dict[str, Any]) -> str:
             points.append(
                 (step["step"], values["reward/mean"], values.get("reward/group_std", values.get("reward/std", 0.0)))
             )
-    if not points:
+    return svg.line_chart("Mean reward by step", "step", points) if points else ""
+
+
+def _reward(report: dict[str, Any]) -> str:
+    chart = _reward_chart(report)
+    if not chart:
         return ""
     return _figure(
-        svg.line_chart("Mean reward by step", "step", points),
+        chart,
         "Mean reward of each step's samples; the band is the mean over groups of a group's own standard deviation.",
     )
 

@@ -77,15 +77,16 @@ def build_report(events: Iterable[AnyEvent], *, compare: bool = False) -> dict[s
 
 
 def write_report(folder: Path, *, compare: bool = False) -> dict[str, Any]:
-    """Read a run's ``events.jsonl``, ``config.yaml`` and ``samples/*.png``; write ``report.json`` and ``report.html``.
+    """Read a run's ``events.jsonl``, ``config.yaml`` and ``samples/*.png``; write the reports.
 
-    Returns the report. The page is one file that loads nothing from anywhere.
+    They are ``report.json`` (also returned), ``report.html``, one page that loads nothing from anywhere, and
+    ``reward.svg``, its reward curve.
 
     Raises:
         FileNotFoundError: the folder holds no ``events.jsonl``.
         ValueError: ``events.jsonl`` is damaged before its last line.
     """
-    from digen.observe.page import render
+    from digen.observe.page import render, reward_plot
 
     report = build_report(read_events(folder / "events.jsonl"), compare=compare)
     config = folder / "config.yaml"
@@ -93,6 +94,7 @@ def write_report(folder: Path, *, compare: bool = False) -> dict[str, Any]:
     images = sorted((folder / "samples").glob("*.png"))
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(render(report, config_text, images), encoding="utf-8")
+    (folder / "reward.svg").write_text(reward_plot(report), encoding="utf-8")
     return report
 
 

@@ -40,6 +40,7 @@ class Inbox:
         self._loop = loop
         self._items: deque[tuple[Task, Any, Exception | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
 
     def __bool__(self) -> bool:
         return bool(self._items)
@@ -51,12 +52,13 @@ class Inbox:
 
     def wake(self) -> None:
         """Let the loop look around even though nothing ended."""
+        self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def drain(self) -> Iterable[tuple[Task, Any, Exception | None]]:
         """Wait until something happened or somebody woke us; return every completion so far."""
-        if not self._items:
+        if not self._woken:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -66,6 +68,7 @@ class Inbox:
 
     def take(self) -> Iterable[tuple[Task, Any, Exception | None]]:
         """Every completion so far, without waiting."""
+        self._woken = False
         items, self._items = self._items, deque()
         return items
 
@@ -98,9 +101,10 @@ class Lane:
         self._mail.set_result(task)
 
     def cancel(self) -> None:
-        """Abandon the running call."""
+        """Abandon the running call. If that swallows its cancellation, the lane ends after it all the same."""
         self._cancelled = True
         self.coroutine.cancel()
+        self._mail.cancel()
 
     async def _serve(self) -> None:
         calls, put = self._calls, self._inbox.put

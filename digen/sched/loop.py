@@ -21,16 +21,20 @@ The loop sleeps only on its inbox. A completion costs the same with ten workers 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import anyio
+import msgspec
 import structlog
 
 from digen.errors import ConfigError, DigenError, NumericsError, ProtocolError, StalenessViolation, StepFailed
 from digen.events import (
+    AnyEvent,
     BubbleOpened,
     CheckpointSaved,
     GroupCompleted,
@@ -50,7 +54,7 @@ from digen.events import (
     WorkerLeft,
     fan_out,
 )
-from digen.groups import CompletedGroup
+from digen.groups import Arrival, CompletedGroup
 from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import stale_limit, within_bound
 from digen.sched.lanes import Checkpointer, Inbox, Lane
@@ -127,7 +131,7 @@ class Scheduler:
         self._advantage = advantage if advantage is not None else AdvantageSection()
         self._plan = plan
         self._name = name
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[Worker, Any] = {}
         self._initial: list[tuple[Any, Role]] = [(trainer, "trainer")]
         self._initial += [(handle, "generator") for handle in generators]
         self._initial += [(handle, "scorer") for handle in scorers]
@@ -136,15 +140,18 @@ class Scheduler:
             raise ConfigError(f"worker names must be unique, got {', '.join(names)}")
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
         self._story = Story()
-        self._emit = fan_out((self._story, *sinks))
+        self._sinks: tuple[Sink, ...] = (self._story, *sinks)
+        self._emit = fan_out(self._sinks)
         self._on_commit = on_commit
         self._on_publish = on_publish
         self._checkpointer = checkpointer
         self._start_step = start_step
+        self._saved_version = start_step
         self._profile = Profile()
         self._lanes: dict[str, Lane] = {}
         self._owned: list[Any] = []
         self._groups: dict[int, list[CompletedGroup]] = {}
+        self._arrival: Arrival
         self._trained: list[dict[str, float]] = []
         self._reports: deque[StepReport] = deque()
         self._missed = 0
@@ -167,7 +174,7 @@ class Scheduler:
             await self._start_handles([handle for handle, _ in self._initial])
             self._prepare()
         except BaseException:
-            await self._close_handles()
+            await self._reap()
             raise
         self._runner = self._loop.create_task(self._run(), name="digen-scheduler")
         self._runner.add_done_callback(self._ran)
@@ -177,35 +184,37 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._runner is not None  # noqa: S101 - __aenter__ set it
-        self._runner.cancel()
-        try:
-            await asyncio.wait([self._runner])
-        finally:
-            await self._close_handles()
+        if self.outcome == "running":
+            self._runner.cancel()
+        await self._reap()
         if error is None and self._error is not None and not self._error_seen:
             self._error_seen = True
             raise self._error
 
     def __aiter__(self) -> AsyncIterator[StepReport]:
-        return self._iterate()
+        return self
 
-    async def _iterate(self) -> AsyncIterator[StepReport]:
-        while True:
-            while self._reports:
-                yield self._reports.popleft()
-            if self._runner is None or self._runner.done():
-                break
+    async def __anext__(self) -> StepReport:
+        if self._runner is None:
+            raise ConfigError("enter the scheduler before you iterate: async with Scheduler(...) as scheduler")
+        while not self._reports:
+            if self._runner.done():
+                if self._error is not None and not self._error_seen:
+                    self._error_seen = True
+                    raise self._error
+                raise StopAsyncIteration
             self._report_ready.clear()
             await self._report_ready.wait()
-        if self._error is not None and not self._error_seen:
-            self._error_seen = True
-            raise self._error
+        report = self._reports.popleft()
+        return msgspec.structs.replace(report, missed=self._missed) if self._missed else report
 
     def drain(self) -> None:
         """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends."""
         state = self._state
         begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
         state.last_step = min(state.last_step, state.step + begun)
+        if state.step == state.last_step:
+            self._save_if_due(last=True)
         self._inbox.wake()
 
     def stop(self) -> None:
@@ -225,15 +234,15 @@ class Scheduler:
         """Give a generator or scorer no more work; it leaves when its task ends.
 
         Raises:
-            ConfigError: there is no such worker, it is the trainer, or it is the last generator.
+            ConfigError: there is no such worker, it is the trainer, or it is the last of its role.
         """
         state = self._state
         worker = state.generators.get(name) or state.scorers.get(name)
         if worker is None:
             raise ConfigError(f"no generator or scorer is called {name!r}; there are {', '.join(self._lanes)}")
-        staying = [other for other in state.generators.values() if not other.leaving and other is not worker]
-        if worker.role == "generator" and not staying:
-            raise ConfigError(f"{name!r} is the last generator and cannot be removed")
+        team = state.generators if worker.role == "generator" else state.scorers
+        if all(other.leaving for other in team.values() if other is not worker):
+            raise ConfigError(f"{name!r} is the last {worker.role} and cannot be removed")
         worker.leaving = True
         if worker.task is None:
             state.withdraw(worker)
@@ -281,6 +290,10 @@ class Scheduler:
                     self._apply(await self._inbox.drain())  # 11, 23: every completion of this instant, then decide
         except BaseException as error:
             await self._end("failed" if isinstance(error, Exception) else "stopped", error)
+            if isinstance(error, Exception) and not isinstance(error, DigenError):
+                raise StepFailed(
+                    f"step {state.step} failed: a sink, hook or policy raised {type(error).__name__}: {error}"
+                ) from error
             raise
         drained = state.last_step < self._plan.num_steps
         await self._end("stopped" if self._stopped else "drained" if drained else "completed")
@@ -308,8 +321,10 @@ class Scheduler:
             now = self._now()
             if error is not None:
                 raise self._failed(task, error) from error
-            handler = self._handlers[task.kind]
-            stats = handler(task, result)
+            try:
+                stats = self._handlers[task.kind](task, result)
+            except Exception as problem:
+                raise self._failed(task, problem) from problem
             self._profile.add(task.worker.name, task.worker.role, task.kind, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
@@ -320,6 +335,8 @@ class Scheduler:
             follow_up = self._follow_ups.get(task.kind)
             if follow_up is not None:
                 follow_up(task, result)
+            if task.worker.leaving:
+                self._leave(task.worker)
 
     def _idle(self, task: Task) -> None:
         worker, state = task.worker, self._state
@@ -329,9 +346,7 @@ class Scheduler:
         elif worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
             state.bubble_asked = False
         worker.task = None
-        if worker.leaving:
-            self._leave(worker)
-        else:
+        if not worker.leaving:
             state.set_idle(worker)
             self._just_idle.append(worker)
 
@@ -374,15 +389,11 @@ class Scheduler:
 
     def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
         self._expect(task, scored, Scored)
+        self._arrival = self._state.scored(self._state.ledger(task.step), task.index, tuple(scored.rewards))
         return scored.stats
 
     def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
-        step = self._state.ledger(task.step)
-        now = self._now()
-        try:
-            arrival = self._state.scored(step, task.index, tuple(scored.rewards))
-        except DigenError as error:
-            raise self._failed(task, error) from error
+        step, arrival, now = self._state.ledger(task.step), self._arrival, self._now()
         self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
         for group in arrival.groups:
             self._groups.setdefault(task.step, []).append(group)
@@ -428,12 +439,7 @@ class Scheduler:
         state.trainer.version = report.version
         state.recount_outdated()
         state.holding = state.rules.hold and state.num_outdated > 0
-        last = state.step >= state.last_step
-        if self._checkpointer is not None and self._checkpointer.due(report.version, last=last):
-            if state.publish_due:
-                state.publish_due = False
-                state.trainer_program.append(("publish", (report.version,)))
-            state.trainer_program.append(("checkpoint", (report.version,)))
+        self._save_if_due(last=state.step >= state.last_step)
         values = self._meter.close(
             step,
             now,
@@ -459,6 +465,7 @@ class Scheduler:
             raise self._protocol(task, "a publication without a single tensor")
         self._sync.published(publication)
         self._state.publication = publication
+        self._state.publish_due = False
         self._meter.published(publication.nbytes)
         if self._on_publish is not None:
             self._on_publish(publication)
@@ -467,10 +474,7 @@ class Scheduler:
     def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
         self._expect(task, report, LoadReport)
         (publication,) = task.argument
-        try:
-            self._sync.load_ended(publication, report)
-        except ProtocolError as error:
-            raise self._failed(task, error) from error
+        self._sync.load_ended(publication, report)
         self._state.loaded(task.worker, report.version)
         return {"bytes": float(publication.nbytes)}
 
@@ -482,6 +486,18 @@ class Scheduler:
         return {}
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _save_if_due(self, *, last: bool) -> None:
+        """Let the trainer save its weights, once for each version and after their publication."""
+        state, version = self._state, self._state.step
+        if self._checkpointer is None or version == self._saved_version:
+            return
+        if self._checkpointer.due(version, last=last):
+            self._saved_version = version
+            if state.publish_due:
+                state.publish_due = False
+                state.trainer_program.append(("publish", (version,)))
+            state.trainer_program.append(("checkpoint", (version,)))
 
     def _settled(self, step: Step, index: int, outcome: Any) -> None:
         version = step.rollouts[index].version
@@ -516,7 +532,7 @@ class Scheduler:
         )
 
     def _release(self, owner: Worker, payload: Any) -> None:
-        release = getattr(self._handles[owner.name], "release", None)
+        release = getattr(self._handles[owner], "release", None)
         if release is not None:
             release(payload)
 
@@ -528,11 +544,7 @@ class Scheduler:
         return ProtocolError(f"{_describe(task)} returned {got}", worker=task.worker.name, task=task.kind)
 
     def _failed(self, task: Task, error: Exception) -> StepFailed:
-        self._emit(
-            TaskFailed(
-                self._now(), task.id, task.kind, task.worker.name, task.step, task.index, task.started, str(error)
-            )
-        )
+        self._emit_despite(_task_failed(task, self._now(), str(error)))
         task.worker.task = None
         failure = StepFailed(f"step {self._state.step} failed: {_describe(task)}: {error}")
         for note in getattr(error, "__notes__", ()):
@@ -620,8 +632,8 @@ class Scheduler:
             needs += [(trainer, ["publish"])]
         else:
             needs += [(trainer, ["generate"] if scorers else ["generate", "score"])]
-        needs += [(handle, ["generate", "load"] if scorers else ["generate", "load", "score"]) for handle in generators]
-        needs += [(handle, ["score"]) for handle in scorers]
+        needs += [(handle, _needed("generator", scorers=bool(scorers))) for handle in generators]
+        needs += [(handle, _needed("scorer", scorers=True)) for handle in scorers]
         for handle, methods in needs:
             for method in methods:
                 if not hasattr(handle, method):
@@ -640,8 +652,9 @@ class Scheduler:
 
     def _join(self, handle: Any, role: Role) -> None:
         state = self._state
-        worker = Worker(handle.name, role, len(self._handles), int(getattr(handle, "version", self._start_step)))
-        self._handles[handle.name] = handle
+        version = getattr(handle, "version", self._start_step if role == "trainer" else 0)
+        worker = Worker(handle.name, role, len(self._handles), int(version), self._now())
+        self._handles[worker] = handle
         if role == "trainer":
             state.trainer = worker
         else:
@@ -654,10 +667,12 @@ class Scheduler:
         self._just_idle.append(worker)
 
     async def _add(self, handle: Any, role: Role) -> None:
-        if handle.name in self._handles:
-            raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
         await self._start_handles([handle])
-        for method in ["score"] if role == "scorer" else ["generate", "load"]:
+        if self.outcome != "running":
+            raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
+        if handle.name in self._lanes:
+            raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
+        for method in _needed(role, scorers=bool(self._state.scorers)):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
         self._join(handle, role)
@@ -671,31 +686,25 @@ class Scheduler:
         state.recount_outdated()
         if state.num_outdated == 0:
             state.holding = False
+        self._meter.left(worker, self._now())
         self._emit(WorkerLeft(self._now(), worker.name, "removed"))
         self._inbox.wake()
 
     async def _end(self, outcome: Any, error: BaseException | None = None) -> None:
         """Cancel what runs, account for it, say so."""
         self.outcome = outcome
-        lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.cancel()
-        await asyncio.wait([lane.coroutine for lane in lanes])
-        for lane in lanes:
-            if (task := lane.worker.task) is not None:
-                self._emit(
-                    TaskFailed(
-                        self._now(),
-                        task.id,
-                        task.kind,
-                        lane.worker.name,
-                        task.step,
-                        task.index,
-                        task.started,
-                        "cancelled: the run ended",
-                    )
-                )
-        self._emit(RunFinished(self._now(), outcome, str(error) if error is not None else ""))
+        await self._cancel_lanes()
+        emit = self._emit if error is None else self._emit_despite
+        for lane in self._lanes.values():
+            if lane.worker.task is not None:
+                emit(_task_failed(lane.worker.task, self._now(), "cancelled: the run ended"))
+        emit(RunFinished(self._now(), outcome, str(error) if error is not None else ""))
+
+    def _emit_despite(self, event: AnyEvent) -> None:
+        """Emit although the run has failed: a sink that raises now must not hide why."""
+        for sink in self._sinks:
+            with contextlib.suppress(Exception):
+                sink(event)
 
     def _ran(self, runner: asyncio.Task[None]) -> None:
         if not runner.cancelled():
@@ -711,10 +720,45 @@ class Scheduler:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _close_handles(self) -> None:
+    async def _reap(self) -> None:
+        """Leave nothing behind, whatever cancellation comes meanwhile; that is raised afterwards."""
+        closing = self._loop.create_task(self._close(), name="digen-closing")
+        cancelled: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):
+            while not closing.done():
+                try:
+                    await asyncio.wait([closing])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _cancel_lanes(self) -> None:
+        lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.cancel()
+        if lanes:
+            await asyncio.wait([lane.coroutine for lane in lanes])
+
+    async def _close(self) -> None:
+        if self._runner is not None:
+            await asyncio.wait([self._runner])
+        await self._cancel_lanes()
         owned, self._owned = self._owned, []
         closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
         await asyncio.gather(*closers, return_exceptions=True)
+
+
+def _needed(role: Role, *, scorers: bool) -> list[str]:
+    """Methods that a generator or scorer must have."""
+    if role == "scorer":
+        return ["score"]
+    return ["generate", "load"] if scorers else ["generate", "load", "score"]
+
+
+def _task_failed(task: Task, now: float, error: str) -> TaskFailed:
+    return TaskFailed(now, task.id, task.kind, task.worker.name, task.step, task.index, task.started, error)
 
 
 def _describe(task: Task) -> str:

@@ -27,6 +27,7 @@ class Meter:
         self._start = start
         self._kind_s: dict[TaskKind, float] = defaultdict(float)
         self._busy_s: dict[Role, float] = defaultdict(float)
+        self._present_s: dict[Role, float] = defaultdict(float)
         self._tag = {"inserted": 0, "skipped": 0}
         self._published_bytes = 0
 
@@ -34,6 +35,10 @@ class Meter:
         """A task ended."""
         self._kind_s[task.kind] += now - task.started
         self._busy_s[task.worker.role] += now - max(task.started, self._start)
+
+    def left(self, worker: Worker, now: float) -> None:
+        """A worker takes part no more."""
+        self._present_s[worker.role] += now - max(worker.joined, self._start)
 
     def decided(self, *, assist: bool) -> None:
         """A TAG policy was asked."""
@@ -55,9 +60,8 @@ class Meter:
     ) -> dict[str, float]:
         """The values of the step that was just committed; starts the next one."""
         wall_s = now - self._start
-        count: dict[Role, int] = defaultdict(int)
         for worker in workers:
-            count[worker.role] += 1
+            self._present_s[worker.role] += now - max(worker.joined, self._start)
             if worker.task is not None:
                 self._busy_s[worker.role] += now - max(worker.task.started, self._start)
         rewards = [reward for index in sorted(step.rewards) for reward in step.rewards[index]]
@@ -79,9 +83,9 @@ class Meter:
             "weight_sync/bytes": self._published_bytes,
             "weight_sync/seconds": self._kind_s["publish"] + self._kind_s["load"],
         }
-        for role, workers_of_role in count.items():
-            if wall_s > 0:
-                values[f"pipeline/bubble_ratio/{role}"] = 1 - self._busy_s[role] / (wall_s * workers_of_role)
+        for role, present_s in self._present_s.items():
+            if present_s > 0:
+                values[f"pipeline/bubble_ratio/{role}"] = 1 - self._busy_s[role] / present_s
         values |= {f"time/{kind}_s": seconds for kind, seconds in sorted(self._kind_s.items())}
         if wall_s > 0:
             values["perf/samples_per_s"] = len(rewards) / wall_s

@@ -50,7 +50,7 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
         return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
     alone = not state.generators
     eager = step.num_assists < policy.assists_before_update and not step.num_updated
-    if eager and not alone and _can_assist(state, step) and _decide(state, step, ask):
+    if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
     if (index := next_update(state, step)) is not None:
         return _update(state, step, index)

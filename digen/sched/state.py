@@ -43,13 +43,15 @@ class Rules(Struct, frozen=True):
 class Worker:
     """A worker as the scheduler sees it."""
 
-    __slots__ = ("leaving", "name", "position", "role", "task", "version")
+    __slots__ = ("joined", "leaving", "name", "position", "role", "task", "version")
 
-    def __init__(self, name: str, role: Role, position: int, version: int) -> None:
+    def __init__(self, name: str, role: Role, position: int, version: int, joined: float) -> None:
         self.name = name
         self.role: Role = role
         self.position = position
         self.version = version
+        self.joined = joined
+        """Seconds since the run began."""
         self.task: Task | None = None
         self.leaving = False
 
@@ -114,6 +116,7 @@ class State:
         self.plan = plan
         self._advantage = advantage
         self.rules = rules
+        self.start_step = start_step
         self.step = start_step
         self.last_step = plan.num_steps
         """The run ends before this step: S, or an earlier one when draining."""
@@ -169,9 +172,11 @@ class State:
         return None
 
     def admitted(self, step: Step, version: int) -> bool:
-        """Line 5, on the candidate."""
+        """Line 5, on the candidate. Weights from before the run generate nothing: newer ones are loaded first."""
         rules = self.rules
-        return admits(step.number, version, window=rules.window, num_stale=step.num_stale, limit=rules.stale_limit)
+        return version >= self.start_step and admits(
+            step.number, version, window=rules.window, num_stale=step.num_stale, limit=rules.stale_limit
+        )
 
     @property
     def may_generate(self) -> bool:

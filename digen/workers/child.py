@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -123,6 +124,7 @@ def _start(codec: WorkerCodec, request: Request, spec: WorkerSpec) -> tuple[Any,
         ready = Ready(os.getpid(), public_methods(target), getattr(target, "version", 0))
         return target, codec.reply(request.id, ready)
     except Exception as error:  # whatever it is belongs to the driver
+        traceback.print_exception(error)
         return None, (codec.failure(request.id, error), [])
 
 
@@ -131,6 +133,7 @@ def _answer(codec: WorkerCodec, target: Any, request: Request) -> tuple[bytes, l
         method: Callable[..., Any] = getattr(target, request.method)
         return codec.reply(request.id, method(*codec.arguments(request)))
     except Exception as error:  # whatever it is belongs to the driver
+        traceback.print_exception(error)
         return codec.failure(request.id, error), []
 
 

@@ -8,12 +8,16 @@ and no timer is pending, nothing can ever happen again: :class:`Deadlock` is rai
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from itertools import count
+from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _REAL_GRACE_S = 0.2
 
@@ -44,25 +48,53 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
+class _Timer(asyncio.TimerHandle):
+    """A timer that goes off after those of the same time that were set before it; a bare heap forgets their order."""
+
+    __slots__ = ("_number",)
+
+    def __init__(
+        self, when: float, callback: Callable[..., Any], args: Any, loop: VirtualLoop, context: Context | None
+    ) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self._number = next(loop.timers)
+
+    def __lt__(self, other: Any) -> bool:
+        return (self._when, self._number) < (other._when, other._number)  # type: ignore[attr-defined]
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in virtual time, starting at 0."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self.timers = count()
         super().__init__(self._jumping)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._jumping.now
 
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Like the base class's, but timers of one time go off in the order in which they were set."""
+        self._check_closed()  # type: ignore[attr-defined]
+        timer = _Timer(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
     def _run_once(self) -> None:
+        scheduled: list[Any] = self._scheduled  # type: ignore[attr-defined]
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)._scheduled = False
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
         # The jump must land exactly on the timer: `now + (when - now)` can differ from `when` in the last bit.
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            timer = self._scheduled[0]  # type: ignore[attr-defined]
-            if not timer._cancelled and not self._stopping:  # type: ignore[attr-defined]
-                self._jumping.now = max(self._jumping.now, timer._when)
-                # asyncio runs the timers that are due before now + resolution: exactly those of this instant.
-                self._clock_resolution = math.ulp(self._jumping.now)
+        if not self._ready and scheduled and not self._stopping:  # type: ignore[attr-defined]
+            self._jumping.now = max(self._jumping.now, scheduled[0]._when)
+            # asyncio runs the timers that are due before now + resolution: exactly those of this instant.
+            self._clock_resolution = math.ulp(self._jumping.now)
         super()._run_once()  # type: ignore[misc]
 
 

@@ -45,6 +45,7 @@ def test_arrays_pass_bit_exactly_whatever_their_shape(arrays: dict[str, np.ndarr
         got = np.asarray(view)
         assert (got.dtype, got.shape, got.tobytes()) == (arrays[name].dtype, arrays[name].shape, arrays[name].tobytes())
         assert view.readonly
+    assert all(view.readonly for view in writer.read(ref).values())  # its own memory, which it can write
     assert all(spec.offset % ALIGNMENT == 0 for spec in ref.arrays)
 
 

@@ -247,6 +247,13 @@ async def test_a_death_while_idle_is_noticed(worker: Make) -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_interrupt_is_the_drivers_business(worker: Make) -> None:
+    async with worker() as handle:
+        await handle.call("kill", int(signal.SIGINT))
+        assert await handle.call("echo", 1) == [1]
+
+
+@pytest.mark.asyncio
 async def test_a_grandchild_that_holds_the_socket_does_not_hide_a_death(
     worker: Make, tmp_path: Path, gone: Callable[[int], bool]
 ) -> None:

@@ -1,0 +1,23 @@
+"""Rewards that the tests name in a config; workers find them because this folder is on their PYTHONPATH."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+def brightness(images: Any, prompts: Sequence[Any], pause_s: float = 0.0) -> list[float]:
+    """The mean of each image: cheap and deterministic. With ``pause_s`` a score takes long enough to be hit in it."""
+    del prompts
+    time.sleep(pause_s)
+    return [float(image.mean()) for image in images]
+
+
+def nan(images: Any, prompts: Sequence[Any]) -> list[float]:
+    del prompts
+    return [0.5] * (len(images) - 1) + [float("nan")]
+
+
+def boom(images: Any, prompts: Sequence[Any]) -> list[float]:
+    raise ValueError(f"no reward for {len(images)} images of {len(prompts)} prompts")
