@@ -50,8 +50,8 @@ wait_skip      the TAG policy skipped this bubble
 """
 
 
-class Event(Struct, frozen=True, tag_field="event"):
-    """Base of all events."""
+class Event(Struct, frozen=True, tag_field="event", gc=False):
+    """Base of all events. Not tracked by the garbage collector: an event is no part of a cycle."""
 
     time: float
 

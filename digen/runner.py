@@ -115,15 +115,15 @@ def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool =
         CheckpointError: there is nothing to resume from.
         DigenError: the run failed; the cause is chained.
         KeyboardInterrupt: interrupted outside of the steps.
+        RuntimeError: called in a running event loop.
     """
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("digen.run starts an event loop of its own; in a running one: await digen.arun(config)")
     signals = threading.current_thread() is threading.main_thread()
-    work = _arun(config, resume=resume, progress=progress, signals=signals)
     try:
-        return asyncio.run(work)
-    except asyncio.CancelledError:
+        return asyncio.run(_arun(config, resume=resume, progress=progress, signals=signals))
+    except asyncio.CancelledError:  # by a signal
         raise KeyboardInterrupt from None
-    finally:
-        work.close()  # in a running loop, asyncio.run refuses and leaves it
 
 
 async def arun(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
@@ -160,6 +160,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
         if progress:
+            print(f"starting {config.num_generators + 1} workers, logs in {folder / 'logs'}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
             steps, outcome = await _train(prepared, checkpoints, checkpoint, sinks, signals=signals)
@@ -309,11 +310,12 @@ class _Interrupt:
 async def _interruptible(signals: bool) -> AsyncIterator[_Interrupt]:
     interrupt = _Interrupt(asyncio.current_task())
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM) if signals else ()
-    for number in handled:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if signals else {}
+    for number in before:
         loop.add_signal_handler(number, interrupt, number)
     try:
         yield interrupt
     finally:
-        for number in handled:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python

@@ -110,11 +110,10 @@ def micro_batches(number: int) -> list[MicroBatch]:
 
 def decision_us(num_generators: int, num_micro_batches: int, num_steps: int = 6) -> float:
     """CPU of one task in virtual time, median over steps; the first step, which opens the ledgers, is left out."""
-    plan = Plan(["a cat"], num_steps=num_steps, prompts_per_step=num_micro_batches, samples_per_prompt=1)
-    generators = [
-        SimWorker(f"gen{number}", {"generate": lambda _, index: 10 + index * 7919 % 13, "score": 1, "load": 1})
-        for number in range(num_generators)
-    ]
+    prompts = [f"cat {number}" for number in range(num_micro_batches)]
+    plan = Plan(prompts, num_steps=num_steps, prompts_per_step=len(prompts), samples_per_prompt=1, shuffle=False)
+    durations: dict[str, Any] = {"generate": lambda _, index: 10 + index * 7919 % 13, "score": 1, "load": 1}
+    generators = [SimWorker(f"gen{number}", durations, reward=lambda *_: 0.5) for number in range(num_generators)]
     trainer = SimWorker("trainer", {"update": 0.01, "commit": 1})
     counted: list[tuple[float, int]] = []
     num_tasks = 0

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import msgspec
-import structlog
 
 from digen.errors import ConfigError, DigenError, NumericsError, ProtocolError, StalenessViolation, StepFailed
 from digen.events import (
@@ -54,7 +53,7 @@ from digen.events import (
     WorkerLeft,
     fan_out,
 )
-from digen.groups import Arrival, CompletedGroup
+from digen.groups import Arrival, CompletedGroup, GroupAssembler
 from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import stale_limit, within_bound
 from digen.sched.lanes import Checkpointer, Inbox, Lane
@@ -72,8 +71,6 @@ if TYPE_CHECKING:
     from digen.plan import Plan
 
 _MAX_UNREAD_REPORTS = 10_000
-
-log = structlog.get_logger("digen.sched")
 
 
 class Scheduler:
@@ -105,7 +102,7 @@ class Scheduler:
         start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
 
     Raises:
-        ConfigError: the handles do not fit the config.
+        ConfigError: the handles do not fit the config, or the plan and ``advantage`` not each other.
     """
 
     def __init__(
@@ -138,6 +135,10 @@ class Scheduler:
         names = [handle.name for handle, _ in self._initial]
         if len(set(names)) < len(names):
             raise ConfigError(f"worker names must be unique, got {', '.join(names)}")
+        if not 0 <= start_step <= plan.num_steps:
+            raise ConfigError(f"start_step={start_step} is outside the plan's steps, 0 to {plan.num_steps}")
+        if start_step < plan.num_steps:
+            GroupAssembler(plan.step(start_step), self._advantage)
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
         self._story = Story()
         self._sinks: tuple[Sink, ...] = (self._story, *sinks)
@@ -318,14 +319,14 @@ class Scheduler:
 
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
         for task, result, error in completions:
-            now = self._now()
+            now = self._now()  # each time: what follows a completion emits events with later times
             if error is not None:
                 raise self._failed(task, error) from error
             try:
                 stats = self._handlers[task.kind](task, result)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
-            self._profile.add(task.worker.name, task.worker.role, task.kind, now - task.started)
+            self._profile.add(task.worker.role, task.kind, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
             event = TaskFinished(
@@ -482,8 +483,10 @@ class Scheduler:
         return {}
 
     def _saved(self, task: Task, path: str) -> dict[str, float]:
-        self._emit(CheckpointSaved(self._now(), task.version, path))
         return {}
+
+    def _after_save(self, task: Task, path: str) -> None:
+        self._emit(CheckpointSaved(self._now(), task.version, path))
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------
 
@@ -563,13 +566,13 @@ class Scheduler:
         self._check_handles(trainer, generators, scorers)
         limit = stale_limit(config.resolved_stale_fraction, plan.num_micro_batches) if config.resolved_window > 1 else 0
         if config.resolved_window > 1 and limit == 0:
-            log.warning(
+            _warn(
                 "stale_fraction rounds down to no stale micro-batch; the run is on-policy",
                 stale_fraction=str(config.resolved_stale_fraction),
                 micro_batches=plan.num_micro_batches,
             )
         if config.resolved_window > 2:
-            log.warning("window above 2 goes beyond the one-step staleness that the paper tests", window=config.window)
+            _warn("window above 2 goes beyond the one-step staleness that the paper tests", window=config.window)
         rules = Rules(
             window=config.resolved_window,
             stale_limit=limit,
@@ -600,6 +603,7 @@ class Scheduler:
             "score": self._after_score,
             "update": self._after_update,
             "commit": self._after_commit,
+            "checkpoint": self._after_save,
         }
         self._emit(
             RunStarted(
@@ -648,7 +652,7 @@ class Scheduler:
                 "a resumed run starts at the step of its checkpoint"
             )
         if self._policy.name != "never" and generators and not hasattr(trainer, "generate"):
-            log.warning("the trainer cannot generate, so it will not assist", policy=self._policy.name)
+            _warn("the trainer cannot generate, so it will not assist", policy=self._policy.name)
 
     def _join(self, handle: Any, role: Role) -> None:
         state = self._state
@@ -759,6 +763,12 @@ def _needed(role: Role, *, scorers: bool) -> list[str]:
 
 def _task_failed(task: Task, now: float, error: str) -> TaskFailed:
     return TaskFailed(now, task.id, task.kind, task.worker.name, task.step, task.index, task.started, error)
+
+
+def _warn(message: str, **facts: Any) -> None:
+    import structlog  # by then something is worth 50 ms; importing digen.sched is not
+
+    structlog.get_logger("digen.sched").warning(message, **facts)
 
 
 def _describe(task: Task) -> str:

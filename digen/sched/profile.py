@@ -1,6 +1,6 @@
-"""Running means of task durations, per worker and kind, learnt while the run goes.
+"""Running means of task durations, per role and kind, learnt while the run goes.
 
-The first sample of each (worker, kind) is left out as soon as there is a second: it holds cold-start costs.
+The first sample of each is left out as soon as there is a second: it holds cold-start costs.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ class _Mean:
 
 
 class Profile:
-    """Online durations in seconds, of each worker and pooled over each role."""
+    """Online durations in seconds, pooled over the workers of a role."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[str, TaskKind], _Mean] = {}
+        self._means: dict[tuple[Role, TaskKind], _Mean] = {}
 
-    def add(self, worker: str, role: Role, kind: TaskKind, duration_s: float) -> None:
+    def add(self, role: Role, kind: TaskKind, duration_s: float) -> None:
         """Record one finished task."""
-        for key in ((worker, kind), (role, kind)):
-            mean = self._means.get(key)
-            if mean is None:
-                mean = self._means[key] = _Mean()
-            mean.add(duration_s)
+        mean = self._means.get((role, kind))
+        if mean is None:
+            mean = self._means[role, kind] = _Mean()
+        mean.add(duration_s)
 
-    def mean(self, worker_or_role: str, kind: TaskKind) -> float | None:
-        """Mean duration of ``kind`` on a worker, or over a role; ``None`` before the first sample."""
-        mean = self._means.get((worker_or_role, kind))
+    def mean(self, role: Role, kind: TaskKind) -> float | None:
+        """Mean duration of ``kind`` on a role's workers; ``None`` before the first sample."""
+        mean = self._means.get((role, kind))
         return mean.value() if mean is not None else None

@@ -63,7 +63,9 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
 
 def bubble_emerges(state: State, policy: Policy) -> bool:
     """Whether :func:`select_trainer` would ask the policy now."""
-    if state.trainer.task is not None or state.trainer_program or state.publish_due or state.holding:
+    if not state.rules.assists or state.trainer.task is not None:
+        return False
+    if state.trainer_program or state.publish_due or state.holding:
         return False
     if state.step >= state.last_step or state.bubble_asked or not state.generators:
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from digen.errors import DigenError
+from digen.errors import ConfigError, DigenError
 from digen.types import (
     CommitReport,
     LoadReport,
@@ -27,6 +27,9 @@ Duration = float | Callable[[int, int], float]
 """Seconds, or a function of (step, micro-batch index; -1 for whole steps)."""
 
 
+_KINDS = ("generate", "score", "load", "update", "commit", "publish", "switch_in", "switch_out")
+
+
 class SimWorker:
     """A generator, scorer and trainer in one, whose work is ``asyncio.sleep``.
 
@@ -36,6 +39,9 @@ class SimWorker:
             (before an assist) and ``switch_out`` (after it); those that are absent take no time.
         reward: a sample's reward from (uid, sample index); the default is a fixed pseudo-random number in [0, 1).
         version: optimizer steps in the weights it holds at first.
+
+    Raises:
+        ConfigError: ``durations`` has an unknown key.
     """
 
     def __init__(
@@ -49,6 +55,10 @@ class SimWorker:
         self.name = name
         self.version = version
         self.durations = dict(durations or {})
+        if unknown := sorted(self.durations.keys() - _KINDS):
+            raise ConfigError(
+                f"SimWorker {name!r}: no duration is called {', '.join(unknown)}; known: {', '.join(_KINDS)}"
+            )
         self._reward = reward or (lambda uid, sample: derive_seed(uid, sample) / 2**63)
         self._open: dict[int, None] = {}
         self.trained: list[tuple[int, tuple[int, ...]]] = []

@@ -13,13 +13,10 @@ import pytest
 from digen.cli import main
 from digen.config import load_config
 
-PLUGINS = str(Path(__file__).parent / "plugins")
-
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(PLUGINS)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from digen import Plan, ScheduleConfig, Scheduler, SimWorker, StepReport
 from digen.config import AdvantageSection
-from digen.events import AnyEvent, TaskFinished
+from digen.events import AnyEvent, MicroBatchSettled, RunStarted, TaskFinished
 from digen.sched import InvariantChecker, check
 from digen.workers.clock import run_virtual
 
@@ -45,16 +45,11 @@ class Run:
 
     def trained_once(self) -> None:
         """Every committed step consisted of each of its micro-batches once, but for those that best-of-N emptied."""
-        num_micro_batches = self.events[0].num_micro_batches  # type: ignore[union-attr]
+        (start,) = self.of(RunStarted)
         for step, indices in self.trainer.trained:
-            empty = [
-                event.index
-                for event in self.events
-                if type(event).__name__ == "MicroBatchSettled"
-                and event.step == step  # type: ignore[union-attr]
-                and event.outcome == "empty"  # type: ignore[union-attr]
-            ]
-            assert sorted([*indices, *empty]) == list(range(num_micro_batches)), f"step {step}: {indices}"
+            settled = [event for event in self.of(MicroBatchSettled) if event.step == step]
+            empty = [event.index for event in settled if event.outcome == "empty"]
+            assert sorted([*indices, *empty]) == list(range(start.num_micro_batches)), f"step {step}: {indices}"
 
 
 def _workers(prefix: str, given: Sequence[Any]) -> list[Any]:

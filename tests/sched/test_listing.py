@@ -218,13 +218,12 @@ def test_gap_15_advantages_come_from_whole_groups_only(simulate: Callable[..., A
     assert (group.num_micro_batches, group.versions) == (4, (0,))
 
 
-def test_gap_15_the_versions_of_a_group_are_reported(reference: Callable[..., Any], simulate: Callable[..., Any]) -> None:
+def test_gap_15_the_versions_of_a_group_are_reported(
+    reference: Callable[..., Any], simulate: Callable[..., Any]
+) -> None:
     plan = Plan(["a"], num_steps=2, prompts_per_step=1, samples_per_prompt=4, micro_batch_size=1)
     run = simulate(
-        plan=plan,
-        generators=[{"generate": 10}],
-        trainer={"update": 4},
-        config={"window": 2, "stale_fraction": 0.5},
+        plan=plan, generators=[{"generate": 10}], trainer={"update": 4}, config={"window": 2, "stale_fraction": 0.5}
     )
     assert [event.versions for event in run.of(GroupCompleted)] == [(0,), (0, 1)]
 
