@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
@@ -31,40 +30,35 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import msgspec
 
-from digen.errors import ConfigError, DigenError, NumericsError, ProtocolError, StalenessViolation, StepFailed
+from digen.errors import ConfigError, DigenError, StalenessViolation, StepFailed
 from digen.events import (
     AnyEvent,
     BubbleOpened,
-    CheckpointSaved,
-    GroupCompleted,
-    MicroBatchSettled,
-    Rewarded,
     Role,
     RunFinished,
     RunStarted,
     Sink,
-    StepCommitted,
     TagDecided,
     TaskFailed,
     TaskFinished,
-    TaskKind,
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
     fan_out,
 )
-from digen.groups import Arrival, CompletedGroup, GroupAssembler
+from digen.groups import GroupAssembler
 from digen.handles import Generator, Scorer, Trainer
-from digen.sched.admission import stale_limit, within_bound
+from digen.sched.admission import within_bound
+from digen.sched.checks import check_handles, needed_methods, rules_from
 from digen.sched.lanes import Checkpointer, Inbox, Lane
 from digen.sched.meter import Meter
 from digen.sched.profile import Profile
+from digen.sched.results import Results, describe
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_trainer
-from digen.sched.state import Rules, State, Step, Task, Worker
+from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
-from digen.sched.sync import WeightSync
 from digen.sched.tag import Decision, Durations, Policy, policy_from
-from digen.types import CommitReport, LoadReport, Publication, Rollout, Scored, StepReport, UpdateReport
+from digen.types import Payload, Publication, StepReport
 
 if TYPE_CHECKING:
     from digen.config import AdvantageSection, ScheduleConfig
@@ -129,10 +123,10 @@ class Scheduler:
         self._plan = plan
         self._name = name
         self._handles: dict[Worker, Any] = {}
-        self._initial: list[tuple[Any, Role]] = [(trainer, "trainer")]
-        self._initial += [(handle, "generator") for handle in generators]
-        self._initial += [(handle, "scorer") for handle in scorers]
-        names = [handle.name for handle, _ in self._initial]
+        self._trainer = trainer
+        self._generators = generators
+        self._scorers = scorers
+        names = [handle.name for handle in (trainer, *generators, *scorers)]
         if len(set(names)) < len(names):
             raise ConfigError(f"worker names must be unique, got {', '.join(names)}")
         if not 0 <= start_step <= plan.num_steps:
@@ -147,13 +141,10 @@ class Scheduler:
         self._on_publish = on_publish
         self._checkpointer = checkpointer
         self._start_step = start_step
-        self._saved_version = start_step
         self._profile = Profile()
         self._lanes: dict[str, Lane] = {}
+        self._just_idle: list[Worker] = []
         self._owned: list[Any] = []
-        self._groups: dict[int, list[CompletedGroup]] = {}
-        self._arrival: Arrival
-        self._trained: list[dict[str, float]] = []
         self._reports: deque[StepReport] = deque()
         self._missed = 0
         self._report_ready = asyncio.Event()
@@ -165,6 +156,7 @@ class Scheduler:
         """running, completed, drained, stopped or failed."""
         self._num_tasks = 0
         self._state: State
+        self._results: Results
 
     # ---- for users ---------------------------------------------------------------------------------------------
 
@@ -172,7 +164,7 @@ class Scheduler:
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox(self._loop)
         try:
-            await self._start_handles([handle for handle, _ in self._initial])
+            await self._start_handles([self._trainer, *self._generators, *self._scorers])
             self._prepare()
         except BaseException:
             await self._reap()
@@ -215,7 +207,7 @@ class Scheduler:
         begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
         state.last_step = min(state.last_step, state.step + begun)
         if state.step == state.last_step:
-            self._save_if_due(last=True)
+            self._results.save_if_due(last=True)
         self._inbox.wake()
 
     def stop(self) -> None:
@@ -307,9 +299,8 @@ class Scheduler:
         worker.task = task
         if worker.role == "generator":
             self._state.num_busy_generators += 1
-            if task.kind == "load":
-                self._state.num_loading += 1
-                self._sync.load_began(*task.argument)
+            self._state.num_loading += task.kind == "load"
+        self._results.began(task)
         self._emit(
             TaskStarted(task.started, task.id, task.kind, worker.name, task.step, task.index, task.version, task.stale)
         )
@@ -323,7 +314,7 @@ class Scheduler:
             if error is not None:
                 raise self._failed(task, error) from error
             try:
-                stats = self._handlers[task.kind](task, result)
+                stats = self._results.take(task, result)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
             self._profile.add(task.worker.role, task.kind, now - task.started)
@@ -333,9 +324,7 @@ class Scheduler:
                 now, task.id, task.kind, task.worker.name, task.step, task.index, task.version, task.started, stats
             )
             self._emit(event)
-            follow_up = self._follow_ups.get(task.kind)
-            if follow_up is not None:
-                follow_up(task, result)
+            self._results.follow(task, result)
             if task.worker.leaving:
                 self._leave(task.worker)
 
@@ -374,137 +363,7 @@ class Scheduler:
         )
         return decision
 
-    # ---- what a result means -----------------------------------------------------------------------------------
-
-    def _generated(self, task: Task, rollout: Rollout) -> dict[str, float]:  # 11, 12, 16
-        self._expect(task, rollout, Rollout)
-        if rollout.version != task.version or rollout.version_end != task.version:
-            raise StalenessViolation(
-                f"{_describe(task)} was pinned to version {task.version} but its trajectories ran on "
-                f"{rollout.version} to {rollout.version_end}; the handle must load only between trajectories"
-            )
-        if (rollout.micro_batch.step, rollout.micro_batch.index) != (task.step, task.index):
-            raise self._protocol(task, f"micro-batch {rollout.micro_batch.step}/{rollout.micro_batch.index}")
-        self._state.generated(self._state.ledger(task.step), task.index, rollout, task.worker)
-        return rollout.stats
-
-    def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
-        self._expect(task, scored, Scored)
-        self._arrival = self._state.scored(self._state.ledger(task.step), task.index, tuple(scored.rewards))
-        return scored.stats
-
-    def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
-        step, arrival, now = self._state.ledger(task.step), self._arrival, self._now()
-        self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
-        for group in arrival.groups:
-            self._groups.setdefault(task.step, []).append(group)
-            versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
-            self._emit(
-                GroupCompleted(
-                    now,
-                    task.step,
-                    group.uid,
-                    group.reward_mean,
-                    group.reward_std,
-                    group.num_kept,
-                    len(group.micro_batches),
-                    versions,
-                )
-            )
-        for ready in arrival.ready:
-            if not ready.num_kept:
-                self._settled(step, ready.index, "empty")
-
-    def _updated(self, task: Task, report: UpdateReport) -> dict[str, float]:  # 24, 25
-        self._expect(task, report, UpdateReport)
-        if (report.step, report.index) != (task.step, task.index):
-            raise self._protocol(task, f"an update of {report.step}/{report.index}")
-        self._trained.append(report.metrics)
-        return report.metrics
-
-    def _after_update(self, task: Task, _: UpdateReport) -> None:
-        step = self._state.current
-        step.num_updated += 1
-        step.settle(task.index, "updated")
-        self._settled(step, task.index, "updated")
-
-    def _committed(self, task: Task, report: CommitReport) -> dict[str, float]:  # 27, 28, 30
-        self._expect(task, report, CommitReport)
-        if report.version != task.step + 1:
-            raise self._protocol(task, f"version {report.version} after the commit of step {task.step}")
-        return report.metrics
-
-    def _after_commit(self, task: Task, report: CommitReport) -> None:
-        state, now = self._state, self._now()
-        step = state.close_step()
-        state.trainer.version = report.version
-        state.recount_outdated()
-        state.holding = state.rules.hold and state.num_outdated > 0
-        self._save_if_due(last=state.step >= state.last_step)
-        values = self._meter.close(
-            step,
-            now,
-            groups=self._groups.pop(task.step),
-            workers=(lane.worker for lane in self._lanes.values()),
-            trained=self._trained,
-            committed=report.metrics,
-        )
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise NumericsError(f"step {task.step}: metric {name} is {value}; the trainer must not let it pass")
-        self._trained = []
-        for index, rollout in step.rollouts.items():
-            self._release(step.owners[index], rollout.payload)
-        self._emit(StepCommitted(now, task.step, report.version, values))
-        self._report(StepReport(task.step, report.version, values, self._missed))
-
-    def _published(self, task: Task, publication: Publication) -> dict[str, float]:  # 29
-        self._expect(task, publication, Publication)
-        if publication.version != task.version:
-            raise self._protocol(task, f"a publication of version {publication.version}")
-        if publication.num_tensors == 0:
-            raise self._protocol(task, "a publication without a single tensor")
-        self._sync.published(publication)
-        self._state.publication = publication
-        self._state.publish_due = False
-        self._meter.published(publication.nbytes)
-        if self._on_publish is not None:
-            self._on_publish(publication)
-        return {"bytes": float(publication.nbytes)}
-
-    def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
-        self._expect(task, report, LoadReport)
-        (publication,) = task.argument
-        self._sync.load_ended(publication, report)
-        self._state.loaded(task.worker, report.version)
-        return {"bytes": float(publication.nbytes)}
-
-    def _switched(self, task: Task, _: Any) -> dict[str, float]:
-        return {}
-
-    def _saved(self, task: Task, path: str) -> dict[str, float]:
-        return {}
-
-    def _after_save(self, task: Task, path: str) -> None:
-        self._emit(CheckpointSaved(self._now(), task.version, path))
-
     # ---- bookkeeping -------------------------------------------------------------------------------------------
-
-    def _save_if_due(self, *, last: bool) -> None:
-        """Let the trainer save its weights, once for each version and after their publication."""
-        state, version = self._state, self._state.step
-        if self._checkpointer is None or version == self._saved_version:
-            return
-        if self._checkpointer.due(version, last=last):
-            self._saved_version = version
-            if state.publish_due:
-                state.publish_due = False
-                state.trainer_program.append(("publish", (version,)))
-            state.trainer_program.append(("checkpoint", (version,)))
-
-    def _settled(self, step: Step, index: int, outcome: Any) -> None:
-        version = step.rollouts[index].version
-        self._emit(MicroBatchSettled(self._now(), step.number, index, outcome, version, step.number - version))
 
     def _assert_bound(self, task: Task) -> None:
         if not within_bound(task.step, task.version, window=self._state.rules.window):
@@ -534,22 +393,10 @@ class Scheduler:
             switch_s=2 * switch_s if switch_s is not None else None,
         )
 
-    def _release(self, owner: Worker, payload: Any) -> None:
-        release = getattr(self._handles[owner], "release", None)
-        if release is not None:
-            release(payload)
-
-    def _expect(self, task: Task, result: Any, kind: type) -> None:
-        if not isinstance(result, kind):
-            raise self._protocol(task, f"{type(result).__name__} where a {kind.__name__} is due")
-
-    def _protocol(self, task: Task, got: str) -> ProtocolError:
-        return ProtocolError(f"{_describe(task)} returned {got}", worker=task.worker.name, task=task.kind)
-
     def _failed(self, task: Task, error: Exception) -> StepFailed:
         self._emit_despite(_task_failed(task, self._now(), str(error)))
         task.worker.task = None
-        failure = StepFailed(f"step {self._state.step} failed: {_describe(task)}: {error}")
+        failure = StepFailed(f"step {self._state.step} failed: {describe(task)}: {error}")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         return failure
@@ -562,49 +409,23 @@ class Scheduler:
     def _prepare(self) -> None:
         """Check the started handles against the config and set up the state."""
         config, plan = self._config, self._plan
-        trainer, generators, scorers = self._by_role()
-        self._check_handles(trainer, generators, scorers)
-        limit = stale_limit(config.resolved_stale_fraction, plan.num_micro_batches) if config.resolved_window > 1 else 0
-        if config.resolved_window > 1 and limit == 0:
-            _warn(
-                "stale_fraction rounds down to no stale micro-batch; the run is on-policy",
-                stale_fraction=str(config.resolved_stale_fraction),
-                micro_batches=plan.num_micro_batches,
-            )
-        if config.resolved_window > 2:
-            _warn("window above 2 goes beyond the one-step staleness that the paper tests", window=config.window)
-        rules = Rules(
-            window=config.resolved_window,
-            stale_limit=limit,
-            barrier=config.resolved_barrier,
-            hold=config.sync == "hold",
-            index_order=config.update_order == "index",
-            max_generating=config.max_generating,
-            assists=hasattr(trainer, "generate") and self._policy.name != "never",
-            switches=hasattr(trainer, "switch"),
-        )
+        trainer, generators, scorers = self._trainer, self._generators, self._scorers
+        check_handles(trainer, generators, scorers, start_step=self._start_step)
+        rules = rules_from(config, plan, self._policy, trainer)
         self._state = State(plan, self._advantage, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
-        self._just_idle: list[Worker] = []
-        self._sync = WeightSync(lambda payload: self._release(self._state.trainer, payload))
-        self._handlers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
-            "generate": self._generated,
-            "assist": self._generated,
-            "score": self._scored,
-            "update": self._updated,
-            "commit": self._committed,
-            "publish": self._published,
-            "load": self._loaded,
-            "switch": self._switched,
-            "checkpoint": self._saved,
-        }
-        self._follow_ups: dict[TaskKind, Callable[[Task, Any], None]] = {
-            "score": self._after_score,
-            "update": self._after_update,
-            "commit": self._after_commit,
-            "checkpoint": self._after_save,
-        }
+        self._results = Results(
+            self._state,
+            self._meter,
+            emit=self._emit,
+            now=self._now,
+            workers=lambda: (lane.worker for lane in self._lanes.values()),
+            release=self._release,
+            report=self._report,
+            on_publish=self._on_publish,
+            checkpointer=self._checkpointer,
+        )
         self._emit(
             RunStarted(
                 0.0,
@@ -612,7 +433,7 @@ class Scheduler:
                 start_step=self._start_step,
                 num_micro_batches=plan.num_micro_batches,
                 window=rules.window,
-                stale_limit=limit,
+                stale_limit=rules.stale_limit,
                 sync=config.sync,
                 update_order=config.update_order,
                 tag=self._policy.name,
@@ -620,39 +441,17 @@ class Scheduler:
                 info={"name": self._name, "mode": config.mode, "axis": plan.axis},
             )
         )
-        for handle, role in self._initial:
-            self._join(handle, role)
+        self._join(trainer, "trainer")
+        for handle in generators:
+            self._join(handle, "generator")
+        for scorer in scorers:
+            self._join(scorer, "scorer")
         self._state.recount_outdated()
 
-    def _by_role(self) -> tuple[Any, list[Any], list[Any]]:
-        by_role: dict[Role, list[Any]] = {"trainer": [], "generator": [], "scorer": []}
-        for handle, role in self._initial:
-            by_role[role].append(handle)
-        return by_role["trainer"][0], by_role["generator"], by_role["scorer"]
-
-    def _check_handles(self, trainer: Any, generators: list[Any], scorers: list[Any]) -> None:
-        needs = [(trainer, ["update", "commit"])]
-        if generators:
-            needs += [(trainer, ["publish"])]
-        else:
-            needs += [(trainer, ["generate"] if scorers else ["generate", "score"])]
-        needs += [(handle, _needed("generator", scorers=bool(scorers))) for handle in generators]
-        needs += [(handle, _needed("scorer", scorers=True)) for handle in scorers]
-        for handle, methods in needs:
-            for method in methods:
-                if not hasattr(handle, method):
-                    raise ConfigError(
-                        f"worker {handle.name!r} has no method {method!r}; without scorers every generator must score, "
-                        "and without generators the trainer must generate and score"
-                    )
-        version = getattr(trainer, "version", self._start_step)
-        if version != self._start_step:
-            raise ConfigError(
-                f"the trainer holds version {version} but the run starts at step {self._start_step}; "
-                "a resumed run starts at the step of its checkpoint"
-            )
-        if self._policy.name != "never" and generators and not hasattr(trainer, "generate"):
-            _warn("the trainer cannot generate, so it will not assist", policy=self._policy.name)
+    def _release(self, owner: Worker, payload: Payload) -> None:
+        release = getattr(self._handles[owner], "release", None)
+        if release is not None:
+            release(payload)
 
     def _join(self, handle: Any, role: Role) -> None:
         state = self._state
@@ -676,7 +475,7 @@ class Scheduler:
             raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
         if handle.name in self._lanes:
             raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
-        for method in _needed(role, scorers=bool(self._state.scorers)):
+        for method in needed_methods(role, scorers=bool(self._state.scorers)):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
         self._join(handle, role)
@@ -754,23 +553,5 @@ class Scheduler:
         await asyncio.gather(*closers, return_exceptions=True)
 
 
-def _needed(role: Role, *, scorers: bool) -> list[str]:
-    """Methods that a generator or scorer must have."""
-    if role == "scorer":
-        return ["score"]
-    return ["generate", "load"] if scorers else ["generate", "load", "score"]
-
-
 def _task_failed(task: Task, now: float, error: str) -> TaskFailed:
     return TaskFailed(now, task.id, task.kind, task.worker.name, task.step, task.index, task.started, error)
-
-
-def _warn(message: str, **facts: Any) -> None:
-    import structlog  # by then something is worth 50 ms; importing digen.sched is not
-
-    structlog.get_logger("digen.sched").warning(message, **facts)
-
-
-def _describe(task: Task) -> str:
-    what = f"{task.kind} of step {task.step}" + (f" micro-batch {task.index}" if task.index >= 0 else "")
-    return f"{what} on {task.worker.name}"

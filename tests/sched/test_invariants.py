@@ -22,7 +22,7 @@ from digen.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from digen.sched import InvariantChecker, check, loop, select, state
+from digen.sched import InvariantChecker, check, loop, results, select, state
 from digen.sched.state import State, Step, Task
 
 Stream = list[AnyEvent]
@@ -412,13 +412,13 @@ def test_generating_before_scoring_is_caught(broken: Callable[..., None]) -> Non
 
 
 def test_settling_twice_is_caught(broken: Callable[..., None]) -> None:
-    settled = loop.Scheduler._settled
+    settled = results.Results._settled
 
-    def twice(self: loop.Scheduler, *arguments: Any) -> None:
+    def twice(self: results.Results, *arguments: Any) -> None:
         settled(self, *arguments)
         settled(self, *arguments)
 
-    broken((loop.Scheduler, "_settled", twice), rule="settles as updated while settled")
+    broken((results.Results, "_settled", twice), rule="settles as updated while settled")
 
 
 def test_committing_one_update_early_is_caught(broken: Callable[..., None]) -> None:

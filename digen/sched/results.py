@@ -1,0 +1,238 @@
+"""What a result means (lines 11 to 16 and 24 to 30 of Algorithm 1): check it, book it, say what follows from it.
+
+Pure bookkeeping: no result is awaited here. Each kind of task has a method that checks and books its result before the
+task's end is announced, and some have one that announces what the end brought about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from digen.errors import NumericsError, ProtocolError, StalenessViolation
+from digen.events import CheckpointSaved, GroupCompleted, MicroBatchSettled, Rewarded, Sink, StepCommitted, TaskKind
+from digen.groups import Arrival, CompletedGroup
+from digen.sched.lanes import Checkpointer
+from digen.sched.meter import Meter
+from digen.sched.state import State, Step, Task, Worker
+from digen.sched.sync import WeightSync
+from digen.types import CommitReport, LoadReport, Payload, Publication, Rollout, Scored, StepReport, UpdateReport
+
+
+class Results:
+    """Takes the results of tasks into the state.
+
+    Args:
+        state: the scheduler's state.
+        meter: counts for the step reports.
+        emit: gets the events.
+        now: seconds since the run began.
+        workers: everybody who takes part.
+        release: gives a worker's payload back to it.
+        report: gets the StepReport of every commit.
+        on_publish: gets every publication.
+        checkpointer: says when to save.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        meter: Meter,
+        *,
+        emit: Sink,
+        now: Callable[[], float],
+        workers: Callable[[], Iterable[Worker]],
+        release: Callable[[Worker, Payload], None],
+        report: Callable[[StepReport], None],
+        on_publish: Callable[[Publication], None] | None,
+        checkpointer: Checkpointer | None,
+    ) -> None:
+        self.state = state
+        self._meter = meter
+        self._emit = emit
+        self._now = now
+        self._workers = workers
+        self._release = release
+        self._report = report
+        self._on_publish = on_publish
+        self._checkpointer = checkpointer
+        self._saved_version = state.step
+        self._sync = WeightSync(lambda payload: release(state.trainer, payload))
+        self._arrival: Arrival
+        self._groups: dict[int, list[CompletedGroup]] = {}
+        self._trained: list[dict[str, float]] = []
+        self._takers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
+            "generate": self._generated,
+            "assist": self._generated,
+            "score": self._scored,
+            "update": self._updated,
+            "commit": self._committed,
+            "publish": self._published,
+            "load": self._loaded,
+            "switch": self._nothing,
+            "checkpoint": self._nothing,
+        }
+        self._followers: dict[TaskKind, Callable[[Task, Any], None]] = {
+            "score": self._after_score,
+            "update": self._after_update,
+            "commit": self._after_commit,
+            "checkpoint": self._after_save,
+        }
+
+    def began(self, task: Task) -> None:
+        """A task is about to run."""
+        if task.kind == "load":
+            self._sync.load_began(*task.argument)
+
+    def take(self, task: Task, result: Any) -> dict[str, float]:
+        """Check and book what ``task`` returned; returns its statistics.
+
+        Raises:
+            ProtocolError, StalenessViolation, RewardError: it is not what the task asked for.
+        """
+        return self._takers[task.kind](task, result)
+
+    def follow(self, task: Task, result: Any) -> None:
+        """Say what the end of ``task`` brought about."""
+        follower = self._followers.get(task.kind)
+        if follower is not None:
+            follower(task, result)
+
+    def _generated(self, task: Task, rollout: Rollout) -> dict[str, float]:  # 11, 12, 16
+        self._expect(task, rollout, Rollout)
+        if rollout.version != task.version or rollout.version_end != task.version:
+            raise StalenessViolation(
+                f"{describe(task)} was pinned to version {task.version} but its trajectories ran on "
+                f"{rollout.version} to {rollout.version_end}; the handle must load only between trajectories"
+            )
+        if (rollout.micro_batch.step, rollout.micro_batch.index) != (task.step, task.index):
+            raise self._protocol(task, f"micro-batch {rollout.micro_batch.step}/{rollout.micro_batch.index}")
+        self.state.generated(self.state.ledger(task.step), task.index, rollout, task.worker)
+        return rollout.stats
+
+    def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
+        self._expect(task, scored, Scored)
+        self._arrival = self.state.scored(self.state.ledger(task.step), task.index, tuple(scored.rewards))
+        return scored.stats
+
+    def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
+        step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
+        self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
+        for group in arrival.groups:
+            self._groups.setdefault(task.step, []).append(group)
+            versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
+            self._emit(
+                GroupCompleted(
+                    now,
+                    task.step,
+                    group.uid,
+                    group.reward_mean,
+                    group.reward_std,
+                    group.num_kept,
+                    len(group.micro_batches),
+                    versions,
+                )
+            )
+        for ready in arrival.ready:
+            if not ready.num_kept:
+                self._settled(step, ready.index, "empty")
+
+    def _updated(self, task: Task, report: UpdateReport) -> dict[str, float]:  # 24, 25
+        self._expect(task, report, UpdateReport)
+        if (report.step, report.index) != (task.step, task.index):
+            raise self._protocol(task, f"an update of {report.step}/{report.index}")
+        self._trained.append(report.metrics)
+        return report.metrics
+
+    def _after_update(self, task: Task, _: UpdateReport) -> None:
+        step = self.state.current
+        step.num_updated += 1
+        step.settle(task.index, "updated")
+        self._settled(step, task.index, "updated")
+
+    def _committed(self, task: Task, report: CommitReport) -> dict[str, float]:  # 27, 28, 30
+        self._expect(task, report, CommitReport)
+        if report.version != task.step + 1:
+            raise self._protocol(task, f"version {report.version} after the commit of step {task.step}")
+        return report.metrics
+
+    def _after_commit(self, task: Task, report: CommitReport) -> None:
+        state, now = self.state, self._now()
+        step = state.close_step()
+        state.trainer.version = report.version
+        state.recount_outdated()
+        state.holding = state.rules.hold and state.num_outdated > 0
+        self.save_if_due(last=state.step >= state.last_step)
+        values = self._meter.close(
+            step,
+            now,
+            groups=self._groups.pop(task.step),
+            workers=self._workers(),
+            trained=self._trained,
+            committed=report.metrics,
+        )
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NumericsError(f"step {task.step}: metric {name} is {value}; the trainer must not let it pass")
+        self._trained = []
+        for index, rollout in step.rollouts.items():
+            self._release(step.owners[index], rollout.payload)
+        self._emit(StepCommitted(now, task.step, report.version, values))
+        self._report(StepReport(task.step, report.version, values))
+
+    def _published(self, task: Task, publication: Publication) -> dict[str, float]:  # 29
+        self._expect(task, publication, Publication)
+        if publication.version != task.version:
+            raise self._protocol(task, f"a publication of version {publication.version}")
+        if publication.num_tensors == 0:
+            raise self._protocol(task, "a publication without a single tensor")
+        self._sync.published(publication)
+        self.state.publication = publication
+        self.state.publish_due = False
+        self._meter.published(publication.nbytes)
+        if self._on_publish is not None:
+            self._on_publish(publication)
+        return {"bytes": float(publication.nbytes)}
+
+    def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
+        self._expect(task, report, LoadReport)
+        (publication,) = task.argument
+        self._sync.load_ended(publication, report)
+        self.state.loaded(task.worker, report.version)
+        return {"bytes": float(publication.nbytes)}
+
+    def _nothing(self, task: Task, result: Any) -> dict[str, float]:
+        return {}
+
+    def _after_save(self, task: Task, path: str) -> None:
+        self._emit(CheckpointSaved(self._now(), task.version, path))
+
+    def save_if_due(self, *, last: bool) -> None:
+        """Let the trainer save its weights, once for each version and after their publication."""
+        state, version = self.state, self.state.step
+        if self._checkpointer is None or version == self._saved_version:
+            return
+        if self._checkpointer.due(version, last=last):
+            self._saved_version = version
+            if state.publish_due:
+                state.publish_due = False
+                state.trainer_program.append(("publish", (version,)))
+            state.trainer_program.append(("checkpoint", (version,)))
+
+    def _settled(self, step: Step, index: int, outcome: Any) -> None:
+        version = step.rollouts[index].version
+        self._emit(MicroBatchSettled(self._now(), step.number, index, outcome, version, step.number - version))
+
+    def _expect(self, task: Task, result: Any, kind: type) -> None:
+        if not isinstance(result, kind):
+            raise self._protocol(task, f"{type(result).__name__} where a {kind.__name__} is due")
+
+    def _protocol(self, task: Task, got: str) -> ProtocolError:
+        return ProtocolError(f"{describe(task)} returned {got}", worker=task.worker.name, task=task.kind)
+
+
+def describe(task: Task) -> str:
+    """A task in words, for messages."""
+    what = f"{task.kind} of step {task.step}" + (f" micro-batch {task.index}" if task.index >= 0 else "")
+    return f"{what} on {task.worker.name}"
