@@ -379,7 +379,7 @@ def load_config(
     items = overrides.items() if isinstance(overrides, dict) else (_split_override(text) for text in overrides)
     for key, value in items:
         _set_dotted(data, key, value)
-    return validate(data, source=str(path) if path is not None else "the defaults")
+    return validate(data, source=str(path) if path is not None else "config")
 
 
 def validate(data: dict[str, Any], source: str) -> RunConfig:

@@ -19,13 +19,14 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PACKAGES = ("digen-rl", "torch", "diffusers", "transformers", "numpy", "msgspec", "ray")
 
-PROOFS: dict[str, list[str]] = {
-    "overhead": ["overhead.py"],
-    "transport": ["transport.py"],
-    "invariants": ["invariants.py", "--runs", "20000"],
-    "demo": ["demo.py"],
-    "modes": ["modes.py"],
+PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "overhead": (["experiments/overhead.py"], {}),
+    "transport": (["experiments/transport.py"], {}),
+    "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
+    "demo": (["experiments/demo.py"], {}),
+    "modes": (["experiments/modes.py"], {}),
 }
+"""Name: (arguments of the interpreter, environment)."""
 
 
 def main() -> int:
@@ -35,28 +36,34 @@ def main() -> int:
     RESULTS.mkdir(exist_ok=True)
     failed = []
     for name in names:
-        script, *arguments = PROOFS[name]
+        arguments, environment = PROOFS[name]
         print(f"{name} ...", flush=True)
         began = time.monotonic()
         process = subprocess.run(
-            [sys.executable, str(HERE / script), *arguments], capture_output=True, text=True, check=False
+            [sys.executable, *arguments],
+            cwd=HERE.parent,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         seconds = time.monotonic() - began
         if process.returncode:
             failed.append(name)
             print(process.stderr, file=sys.stderr)
-        text = f"{header(name, arguments, seconds, process.returncode)}\n{process.stdout}"
+        command = " ".join([*(f"{key}={value}" for key, value in environment.items()), "python", *arguments])
+        text = f"{header(command, seconds, process.returncode)}\n{process.stdout}"
         (RESULTS / f"{name}.txt").write_text(text)
         print(f"{name}: {'failed' if process.returncode else 'done'} in {seconds:.0f} s", flush=True)
     return bool(failed)
 
 
-def header(name: str, arguments: list[str], seconds: float, code: int) -> str:
+def header(command: str, seconds: float, code: int) -> str:
     """When, on what, and with which versions."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     versions = ", ".join(f"{package} {found}" for package in PACKAGES if (found := _version(package)))
     return (
-        f"# {name} {' '.join(arguments)}\n# {now}, {seconds:.0f} s, exit {code}\n"
+        f"# {command}\n# {now}, {seconds:.0f} s, exit {code}\n"
         f"# {platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}\n"
         f"# {versions}\n"
     )

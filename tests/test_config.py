@@ -83,7 +83,7 @@ def test_every_field_has_help(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE, ids=[f"{name}={value}" for name, value in OUTSIDE])
 def test_a_value_just_outside_its_bounds_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"the defaults: {name}\b.*{value}") as caught:
+    with pytest.raises(ConfigError, match=rf"config: {name}\b.*{value}") as caught:
         load_config(None, {name: value})
     assert "\n" not in str(caught.value)
 

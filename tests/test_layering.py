@@ -24,7 +24,10 @@ LOOP = ("digen.sched.loop", "digen.sched.sync")
 LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     # modules, except these, must not import
     (
-        tuple(f"digen.{name}" for name in ("errors", "types", "handles", "config", "events", "plan", "groups", "data")),
+        tuple(
+            f"digen.{name}"
+            for name in ("errors", "types", "handles", "config", "events", "extras", "plan", "groups", "data")
+        ),
         (),
         ("anyio", "asyncio", "digen.sched", "digen.workers", "torch"),
     ),

@@ -396,7 +396,9 @@ class Scheduler:
     def _failed(self, task: Task, error: Exception) -> StepFailed:
         self._emit_despite(_task_failed(task, self._now(), str(error)))
         task.worker.task = None
-        failure = StepFailed(f"step {self._state.step} failed: {describe(task)}: {error}")
+        # A worker's own error names worker and task already.
+        what = str(error) if repr(task.worker.name) in str(error) else f"{describe(task)}: {error}"
+        failure = StepFailed(f"step {self._state.step} failed: {what}")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         return failure

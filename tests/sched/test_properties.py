@@ -5,6 +5,7 @@ Everything derives from a seed, which a failure names. Invariants are checked af
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ from digen.config import AdvantageSection
 from digen.events import GroupCompleted, MicroBatchSettled, StepCommitted, TaskFinished
 from digen.sched.tag import Bubble, Decision, Policy
 
-NUM_RUNS = 2000
+NUM_RUNS = int(os.environ.get("DIGEN_PROPERTY_RUNS", "2000"))
+"""``make prove`` runs ten times as many."""
 NUM_CHUNKS = 20
 KINDS = ("generate", "score", "load", "update", "commit", "publish", "switch_in", "switch_out")
 
@@ -193,6 +195,6 @@ def test_on_policy_runs_train_the_same_under_every_schedule(simulate: Callable[.
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("seed", range(0, NUM_RUNS, 100))
+@pytest.mark.parametrize("seed", range(0, 2000, 100))
 def test_a_run_repeats_itself_event_for_event(simulate: Callable[..., Any], seed: int) -> None:
     assert simulate(**random_run(seed)).events == simulate(**random_run(seed)).events
