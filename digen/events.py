@@ -9,6 +9,7 @@ one JSON object a line.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -236,7 +237,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
+        if path.is_file():
             _remove_cut_line(path)
         self._file = path.open("ab", buffering=1 << 16)
         self._encode = msgspec.json.Encoder().encode
@@ -259,10 +260,17 @@ class EventLog:
 
 
 def _remove_cut_line(path: Path) -> None:
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:

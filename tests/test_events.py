@@ -139,7 +139,7 @@ def test_a_last_line_cut_anywhere_is_left_out(path: Path) -> None:
         path.write_bytes(whole[:cut])
         assert list(read_events(path)) == EVENTS[:2]
     path.write_bytes(whole[:-1])
-    assert list(read_events(path)) == EVENTS[:3], "only the line end is missing"
+    assert list(read_events(path)) == EVENTS[:2], "a line without its end counts as cut, as it does for EventLog"
 
 
 def test_a_log_that_goes_on_after_a_cut_line_stays_readable(path: Path) -> None:
@@ -150,6 +150,15 @@ def test_a_log_that_goes_on_after_a_cut_line_stays_readable(path: Path) -> None:
         log(EVENTS[3])
         log(EVENTS[4])
     assert list(read_events(path)) == [*EVENTS[:2], *EVENTS[3:5]]
+
+
+@pytest.mark.parametrize("size", [10, 1 << 16, 3 * (1 << 16)])
+def test_a_cut_line_of_any_length_is_removed(path: Path, size: int) -> None:
+    good = msgspec.json.encode(EVENTS[0]) + b"\n"
+    for whole in (good, b""):
+        path.write_bytes(whole + b"x" * size)
+        EventLog(path).close()
+        assert path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,6 @@ def search(
         if num_nodes == max_nodes:
             stopped = True
             if frame.best == frame.budget == math.inf:  # nobody on the stack has a complete plan yet
-                frame.move = None
                 frame.learn(model.advance(frame.state, ask=False)[0], reached=True)
             continue
         num_nodes += 1

@@ -13,7 +13,7 @@ from digen.sched.bubbles import StepModel, StepState
 from digen.sched.model import Instance, scripted, simulate
 from digen.sched.search import Bound, Strategy, search, tag_first
 from digen.sched.tag import Policy, greedy, never, static
-from experiments.search_time import draw, seeded, verify
+from experiments.search_time import draw, plausible, seeded, verify
 
 SEARCH_RUNS = 1500
 
@@ -50,6 +50,15 @@ def test_bound_and_memory_change_the_time_only() -> None:
             variant = search(instance, bounded=bounded, remember=remember)
             assert (variant.value, variant.exact) == (plain.value, True), instance
             assert variant.num_nodes <= plain.num_nodes
+
+
+def test_bound_and_memory_agree_on_long_steps_of_many_bubbles() -> None:
+    """States are met again with other budgets here, so that an exact value must not be taken for a bound."""
+    rng = seeded("long")
+    for _ in range(150):
+        instance = plausible(rng, rng.randint(12, 28), rng.choice([0.1, 0.15, 0.2, 0.3]))
+        instance = replace(instance, assist_s=(rng.randint(20_000, 200_000),))
+        assert search(instance).value == search(instance, bounded=False).value, instance
 
 
 def test_the_bound_is_never_above_the_optimum() -> None:
