@@ -238,7 +238,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         if path.is_file():
-            _remove_cut_line(path)
+            remove_cut_line(path)
         self._file = path.open("ab", buffering=1 << 16)
         self._encode = msgspec.json.Encoder().encode
 
@@ -259,7 +259,8 @@ class EventLog:
         self.close()
 
 
-def _remove_cut_line(path: Path) -> None:
+def remove_cut_line(path: Path) -> None:
+    """Remove the last line of a file if it has no end: a crash cut it short."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from digen.events import AnyEvent, StepCommitted
+from digen.events import AnyEvent, StepCommitted, remove_cut_line
 
 
 class MetricsLog:
@@ -17,9 +17,9 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a+b")
-        self._file.seek(0)
-        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+        if path.is_file():
+            remove_cut_line(path)
+        self._file = path.open("ab")
         self._encode = msgspec.json.Encoder(order="deterministic").encode
 
     def __call__(self, event: AnyEvent) -> None:

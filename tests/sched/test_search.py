@@ -52,8 +52,22 @@ def test_bound_and_memory_change_the_time_only() -> None:
             assert variant.num_nodes <= plain.num_nodes
 
 
+def test_a_value_above_its_budget_is_not_remembered_as_exact() -> None:
+    """Found among 14,000 random steps: a state is met again here with a larger budget than the first time."""
+    instance = Instance(
+        num_micro_batches=12,
+        generate_s=(1,),
+        score_s=(0,),
+        update_s=(0, 2),
+        assist_s=(5, 0),
+        switch_in_s=(0, 1),
+        switch_out_s=(1, 0),
+        order="ready",
+    )
+    assert search(instance).value == search(instance, bounded=False).value == 6
+
+
 def test_bound_and_memory_agree_on_long_steps_of_many_bubbles() -> None:
-    """States are met again with other budgets here, so that an exact value must not be taken for a bound."""
     rng = seeded("long")
     for _ in range(150):
         instance = plausible(rng, rng.randint(12, 28), rng.choice([0.1, 0.15, 0.2, 0.3]))
