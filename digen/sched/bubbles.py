@@ -89,10 +89,16 @@ class StepModel:
         return StepState(instance.num_micro_batches, (), 0, instance.num_micro_batches, ahead)
 
     def bubble(self, state: StepState) -> int:
-        """The trainer group whose bubble ``state`` is at: the first that is idle, not skipped and without an update."""
+        """The trainer group whose bubble ``state`` is at: the first that is idle and not skipped.
+
+        Raises:
+            ConfigError: ``state`` is at no bubble.
+        """
         busy = {task.worker for task in state.running}
-        trainers = range(self.instance.num_trainers)
-        return next(t for t in trainers if t + self.instance.num_generators not in busy and not state.closed >> t & 1)
+        for trainer in range(self.instance.num_trainers) if state.pending else ():
+            if trainer + self.instance.num_generators not in busy and not state.closed >> trainer & 1:
+                return trainer
+        raise ConfigError("the step is at no bubble; advance it to the next one before you assist or skip")
 
     def skip(self, state: StepState) -> StepState:
         """Leave the bubble as it is; it is not asked about again before the trainer's next task."""

@@ -255,6 +255,15 @@ def test_a_step_may_begin_with_stale_work_and_loads_under_way() -> None:
     assert num_stale > NUM_RUNS / 2
 
 
+def test_only_a_bubble_can_be_filled_or_skipped() -> None:
+    model = StepModel(pair(num_steps=1, assist_s=(12,)))
+    _, state = model.advance(model.start())
+    assert state is not None
+    for decide in (model.assist, model.skip):
+        with pytest.raises(ConfigError, match="the step is at no bubble"):
+            decide(model.assist(state))
+
+
 # ---- examples --------------------------------------------------------------------------------------------------
 
 
