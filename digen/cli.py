@@ -7,6 +7,7 @@ by SIGINT or SIGTERM.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), error, 2)
     except DigenError as error:
         return _complain(str(error), error, 1)
+    except BrokenPipeError:  # whoever read the output has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), error, 1)
     except KeyboardInterrupt as error:
@@ -57,6 +61,22 @@ def _parser() -> argparse.ArgumentParser:
 
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
     _add_config(check)
+
+    simulate = _command(commands, "simulate", "play a schedule in virtual time; starts no process", _simulate)
+    _add_config(simulate)
+    source = simulate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--durations", metavar="TEXT", help="for example 'B=8 S=2 g=10 r=1 u=5 h=12 y_opt=2 y_sync=3'")
+    source.add_argument("--profile", metavar="RUN", type=Path, help="mean durations of a real run, from its folder")
+    simulate.add_argument("--mode", help="schedule.mode")
+    simulate.add_argument("--policy", help="schedule.tag")
+    simulate.add_argument("--window", help="schedule.window")
+    simulate.add_argument("--stale-fraction", help="schedule.stale_fraction")
+    simulate.add_argument("--sync", help="schedule.sync")
+    simulate.add_argument("--order", help="schedule.update_order")
+    simulate.add_argument(
+        "--json", action="store_true", help="print makespan, step ends, assists and every task as JSON"
+    )
+    simulate.add_argument("--out", metavar="DIR", type=Path, help="also write events, report.html and trace.json here")
 
     report = _command(commands, "report", "write a run's report and trace anew and summarise it", _report)
     report.add_argument("run", type=Path, help="a run's folder")
@@ -145,6 +165,45 @@ def _facts(prepared: Prepared) -> list[str]:
     return facts
 
 
+_SCHEDULE_FLAGS = {
+    "mode": "mode",
+    "policy": "tag",
+    "window": "window",
+    "stale_fraction": "stale_fraction",
+    "sync": "sync",
+    "order": "update_order",
+}
+"""Short flags of ``digen simulate`` and the fields of the schedule that they set."""
+
+
+def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    flags = {
+        f"schedule.{field}": value
+        for flag, field in _SCHEDULE_FLAGS.items()
+        if (value := getattr(options, flag)) is not None
+    }
+    schedule = _load(options.config, overrides | flags).schedule
+    from digen.events import read_events
+    from digen.twin import describe, parse_durations, profiled_durations, simulate, write_folder
+
+    if options.durations is not None:
+        durations = parse_durations(options.durations)
+    else:
+        durations = profiled_durations(read_events(_run_folder(options.profile) / "events.jsonl"))
+    twin = simulate(durations, schedule)
+    if options.json:
+        import json
+
+        print(json.dumps(twin.as_json()))
+    else:
+        print("\n".join(describe(twin, schedule)))
+    if options.out is not None:
+        write_folder(twin, options.out)
+        if not options.json:
+            print(f"\nreport: {options.out / 'report.html'}")
+    return 0
+
+
 def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import ConfigError
     from digen.events import read_events
@@ -153,16 +212,26 @@ def _report(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     if overrides:
         raise ConfigError(f"digen report takes no config fields, got --{next(iter(overrides))}")
-    events = options.run / "events.jsonl"
-    if not events.is_file():
-        raise ConfigError(f"{options.run} is not a run's folder: it has no events.jsonl")
-    try:
-        print(text_summary(write_report(options.run)))
-        write_trace(read_events(events), options.run / "trace.json")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    print(text_summary(write_report(_run_folder(options.run))))
+    write_trace(read_events(options.run / "events.jsonl"), options.run / "trace.json")
     print(f"\nreport: {options.run / 'report.html'}")
     return 0
+
+
+def _run_folder(folder: Path) -> Path:
+    """The folder, if it holds the whole events of a run."""
+    from digen.errors import ConfigError
+    from digen.events import read_events
+
+    events = folder / "events.jsonl"
+    if not events.is_file():
+        raise ConfigError(f"{folder} is not a run's folder: it has no events.jsonl")
+    try:
+        for _ in read_events(events):
+            pass
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return folder
 
 
 def _load(path: Path | None, overrides: dict[str, str]) -> RunConfig:

@@ -56,7 +56,7 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """Trainer-assisted generation: never, static(k), greedy or threshold."""
+    """Trainer-assisted generation: never, static(k), greedy, threshold, search (the paper's BTS) or tag_first."""
     sync: Literal["hold", "pull"] = "pull"
     """Weight sync: hold (the paper: everybody stops, then loads) or pull (each generator loads on its own)."""
     update_order: Literal["index", "ready"] = "index"
@@ -118,15 +118,18 @@ class ScheduleConfig(_Model):
         return str(self._resolved("tag"))
 
 
+_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, tag_first"
+
+
 def parse_tag(text: str) -> tuple[str, int | None]:
     """Split a TAG policy such as ``"static(2)"`` into its name and argument.
 
     Raises:
-        ValueError: it is not one of never, static(k), greedy, threshold.
+        ValueError: it is none of them.
     """
-    match = re.fullmatch(r"(never|greedy|threshold)|static\((\d+)\)", text.strip())
+    match = re.fullmatch(r"(never|greedy|threshold|search|tag_first)|static\((\d+)\)", text.strip())
     if match is None:
-        raise ValueError(f"unknown TAG policy {text!r}; known: never, static(k) with k >= 0, greedy, threshold")
+        raise ValueError(f"unknown TAG policy {text!r}; known: {_POLICIES}")
     if match[1]:
         return match[1], None
     return "static", int(match[2])

@@ -36,7 +36,11 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (("digen.workers",), (), ("digen.sched", "digen.plan", "torch")),
     (("digen.diffusion",), (), ("digen.sched", "digen.workers")),
     (("digen.diffusion",), ("digen.diffusion.engines",), ("anyio", "asyncio")),
-    (tuple(f"digen.{name}" for name in ("runner", "checkpoint", "planner", "costs", "cli")), (), ("torch", "ray")),
+    (
+        tuple(f"digen.{name}" for name in ("runner", "checkpoint", "planner", "costs", "twin", "cli")),
+        (),
+        ("torch", "ray"),
+    ),
     (("digen.observe",), (), ("digen.sched", "digen.workers", "torch")),
 ]
 UNBOUND = ("digen.doctor", "digen.__main__")

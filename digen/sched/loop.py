@@ -51,10 +51,11 @@ from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import within_bound
 from digen.sched.checks import check_handles, needed_methods, rules_from
 from digen.sched.lanes import Checkpointer, Inbox, Lane
+from digen.sched.lookahead import situation
 from digen.sched.meter import Meter
 from digen.sched.profile import Profile
 from digen.sched.results import Results, describe
-from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_trainer
+from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
 from digen.sched.tag import Decision, Durations, Policy, policy_from
@@ -93,6 +94,7 @@ class Scheduler:
         on_commit: called with every StepReport as it is made; must not block.
         on_publish: called with every Publication; must not block.
         checkpointer: when and how to save.
+        profile: durations that are known already, for policies that compute with them.
         start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
 
     Raises:
@@ -114,6 +116,7 @@ class Scheduler:
         on_commit: Callable[[StepReport], None] | None = None,
         on_publish: Callable[[Publication], None] | None = None,
         checkpointer: Checkpointer | None = None,
+        profile: Profile | None = None,
         start_step: int = 0,
     ) -> None:
         from digen.config import AdvantageSection, ScheduleConfig
@@ -141,7 +144,7 @@ class Scheduler:
         self._on_publish = on_publish
         self._checkpointer = checkpointer
         self._start_step = start_step
-        self._profile = Profile()
+        self._profile = profile if profile is not None else Profile()
         self._lanes: dict[str, Lane] = {}
         self._just_idle: list[Worker] = []
         self._owned: list[Any] = []
@@ -269,6 +272,12 @@ class Scheduler:
         state = self._state
         try:
             while not state.finished and not self._stopped:  # 4
+                if (task := select_sync(state)) is not None:  # 27-29
+                    self._launch(task)
+                    await asyncio.sleep(0)  # let the lane run: what takes no time is over before others are asked
+                    if self._inbox:
+                        self._apply(self._inbox.take())
+                        continue
                 while (task := select(state)) is not None:  # 5-9
                     self._launch(task)
                 if bubble_emerges(state, self._policy):
@@ -317,7 +326,7 @@ class Scheduler:
                 stats = self._results.take(task, result)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
-            self._profile.add(task.worker.role, task.kind, now - task.started)
+            self._profile.add(task.worker.name, task.worker.role, task.kind, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
             event = TaskFinished(
@@ -348,7 +357,9 @@ class Scheduler:
 
     def _ask(self, state: State, step: Step) -> Decision:
         """Ask the TAG policy about the bubble that emerged."""
-        decision = self._policy.decide(describe_bubble(state, step, self._durations()))
+        now = self._now()
+        bubble = describe_bubble(state, step, self._durations(), lambda: situation(state, step, self._profile, now))
+        decision = self._policy.decide(bubble)
         self._meter.decided(assist=decision.assist)
         self._emit(
             TagDecided(

@@ -4,9 +4,9 @@
 scheduler on :class:`digen.SimWorker` does the same tasks at the same times. :mod:`digen.sched.bubbles` holds the same
 rules for one step in a compressed form that can be searched.
 
-The order inside one instant: every completion, then generators by index (load, score, generate), then whatever of
-theirs takes no time (it makes no bubble), then trainers by index. Times may be of any kind that adds and compares;
-they are annotated ``float``, and ints and Fractions stay exact.
+The order inside one instant: every completion, then commit and publish, then generators by index (load, score,
+generate), then whatever of theirs takes no time (it makes no bubble), then trainers by index. Times may be of any kind
+that adds and compares; they are annotated ``float``, and ints and Fractions stay exact.
 """
 
 from __future__ import annotations
@@ -199,9 +199,10 @@ class _Run:
 
     def play(self) -> Trace:
         while not self.finished:
-            self._serve_generators()
-            if not (self._instant and self._bubble_emerges):
-                self._serve_trainers()
+            if not self._sync():
+                self._serve_generators()
+                if not (self._instant and self._bubble_emerges):
+                    self._serve_trainers()
             self.now = self.running[0][0]
             ended = []
             while self.running and self.running[0][0] == self.now:
@@ -209,6 +210,21 @@ class _Run:
             for worker in ended:
                 self._complete(worker)
         return Trace(tuple(self.tasks), tuple(self.step_ends), max(task.end for task in self.tasks))
+
+    def _sync(self) -> bool:
+        """Start a publication or commit that is due; whether it is over at once."""
+        trainers = range(self.num_generators, len(self.names))
+        if self.publish_due:
+            self.publish_due = False
+            self._start(trainers[0], "publish", 0, step=self.step - 1, version=self.step)
+            return True
+        engaged = any(self.busy[worker] for worker in trainers) or any(one.program for one in self.trainers)
+        if self.holding or self.step == self.instance.num_steps or engaged:
+            return False
+        if self.ledger(self.step).num_updated < self.instance.num_micro_batches:
+            return False
+        self._start(trainers[0], "commit", self.instance.commit_s, step=self.step, version=self.step + 1)
+        return not self.instance.commit_s
 
     @property
     def finished(self) -> bool:
@@ -315,9 +331,6 @@ class _Run:
             if self.busy[worker] is None and trainer.program:
                 kind, index, duration = trainer.program.popleft()
                 self._start(worker, kind, duration, step=self.step, index=index, version=self.step)
-        if self.publish_due:
-            self.publish_due = False
-            self._start(self.num_generators, "publish", 0, step=self.step - 1, version=self.step)
         for number in range(self.num_trainers):
             if self.busy[self.num_generators + number] is None:
                 if self.holding or self.step == self.instance.num_steps:
@@ -327,8 +340,6 @@ class _Run:
     def _serve_trainer(self, number: int, step: _Step) -> None:
         instance, trainer, worker = self.instance, self.trainers[number], self.num_generators + number
         if step.num_updated == instance.num_micro_batches:
-            if not any(self.busy[self.num_generators :]):
-                self._start(worker, "commit", instance.commit_s, step=self.step, version=self.step + 1)
             return
         available, colocated = self._available(step), self.num_generators == 0
         bubble = step.pending and not colocated and not trainer.asked and (self._eager(step) or not available)

@@ -1,4 +1,4 @@
-"""Running means of task durations, per role and kind, learnt while the run goes.
+"""Running means of task durations, per worker and kind, learnt while the run goes.
 
 The first sample of each is left out as soon as there is a second: it holds cold-start costs.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from digen.events import Role, TaskKind
 
 
-class _Mean:
+class Mean:
+    """A running mean that forgets its first sample."""
+
     __slots__ = ("count", "first", "total")
 
     def __init__(self) -> None:
@@ -17,6 +19,7 @@ class _Mean:
         self.total = 0.0
 
     def add(self, duration_s: float) -> None:
+        """Take one sample."""
         if self.count == 0:
             self.first = duration_s
         else:
@@ -24,23 +27,30 @@ class _Mean:
         self.count += 1
 
     def value(self) -> float:
+        """The mean, in seconds."""
         return self.total / (self.count - 1) if self.count > 1 else self.first
 
 
 class Profile:
-    """Online durations in seconds, pooled over the workers of a role."""
+    """Online durations in seconds: of each worker, and pooled over the workers of a role."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[Role, TaskKind], _Mean] = {}
+        self._means: dict[tuple[str, TaskKind], Mean] = {}
 
-    def add(self, role: Role, kind: TaskKind, duration_s: float) -> None:
+    def add(self, worker: str, role: Role, kind: TaskKind, duration_s: float) -> None:
         """Record one finished task."""
-        mean = self._means.get((role, kind))
+        self.expect(worker, kind, duration_s)
+        if worker != role:
+            self.expect(role, kind, duration_s)
+
+    def expect(self, worker_or_role: str, kind: TaskKind, duration_s: float) -> None:
+        """Count one sample for a worker or a role; the first is what is expected until there are others."""
+        mean = self._means.get((worker_or_role, kind))
         if mean is None:
-            mean = self._means[role, kind] = _Mean()
+            mean = self._means[worker_or_role, kind] = Mean()
         mean.add(duration_s)
 
-    def mean(self, role: Role, kind: TaskKind) -> float | None:
-        """Mean duration of ``kind`` on a role's workers; ``None`` before the first sample."""
-        mean = self._means.get((role, kind))
+    def mean(self, worker_or_role: str, kind: TaskKind) -> float | None:
+        """Mean duration of ``kind`` on a worker, or over a role's workers; ``None`` before the first sample."""
+        mean = self._means.get((worker_or_role, kind))
         return mean.value() if mean is not None else None

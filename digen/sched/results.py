@@ -215,9 +215,6 @@ class Results:
             return
         if self._checkpointer.due(version, last=last):
             self._saved_version = version
-            if state.publish_due:
-                state.publish_due = False
-                state.trainer_program.append(("publish", (version,)))
             state.trainer_program.append(("checkpoint", (version,)))
 
     def _settled(self, step: Step, index: int, outcome: Any) -> None:

@@ -1,7 +1,8 @@
 """Who does what next (SelectWorker and lines 5 to 9, 18 to 22 of Algorithm 1).
 
-Order inside one instant, after every completion of that instant was applied: weights due, then generators by index
-(score before generate, paper 3.3), then the trainer. So a generator wins the race for the last pending micro-batch.
+Order inside one instant, after every completion of that instant was applied: commit and publish, then generators by
+index (load, score, generate; paper 3.3), then the trainer. So a generator never starts on weights that are replaced at
+that very instant, and it wins the race for the last pending micro-batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from digen.sched.tag import Bubble, Decision, Durations
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from digen.sched.bubbles import StepState
+    from digen.sched.model import Instance
     from digen.sched.tag import Policy
 
     Ask = Callable[[State, Step], Decision]
@@ -27,11 +30,27 @@ def select(state: State) -> Task | None:
     return _load(state) or _score(state) or _generate(state)
 
 
+def select_sync(state: State) -> Task | None:
+    """A publication or a commit that is due, or ``None``: the trainer does them before anything else."""
+    trainer, program = state.trainer, state.trainer_program
+    if trainer.task is not None or (program and program[0][0] != "checkpoint"):
+        return None
+    if state.publish_due:
+        state.publish_due = False
+        version = trainer.version
+        return _task("publish", trainer, version - 1, argument=(version,), version=version)
+    if program or state.holding or state.step >= state.last_step or not state.current.complete:
+        return None
+    step = state.current
+    indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
+    return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
+
+
 def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     """The trainer's next task, or ``None``: a bubble.
 
-    In order: what its program says (publish, checkpoint, an assist that was decided), a due commit, an update, and
-    in a bubble whatever ``ask`` decides. Without generators (mode colocated) it also scores and generates.
+    In order: what its program says (an assist that was decided, a checkpoint), an update, and in a bubble whatever
+    ``ask`` decides. Without generators (mode colocated) it also scores and generates.
     """
     trainer = state.trainer
     if trainer.task is not None:
@@ -39,15 +58,9 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     if state.trainer_program:
         kind, argument = state.trainer_program.popleft()
         return _program_task(state, kind, argument)
-    if state.publish_due:
-        state.publish_due = False
-        return _task("publish", trainer, trainer.version - 1, argument=(trainer.version,), version=trainer.version)
     if state.holding or state.step >= state.last_step:
         return None
     step = state.current
-    if step.complete:
-        indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
-        return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
     alone = not state.generators
     eager = step.num_assists < policy.assists_before_update and not step.num_updated
     if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
@@ -83,7 +96,9 @@ def next_update(state: State, step: Step) -> int | None:
     return step.next_index if step.next_index in step.ready else None
 
 
-def describe_bubble(state: State, step: Step, durations: Durations) -> Bubble:
+def describe_bubble(
+    state: State, step: Step, durations: Durations, situation: Callable[[], tuple[Instance, StepState] | None]
+) -> Bubble:
     """What a policy is told."""
     return Bubble(
         step=step.number,
@@ -96,6 +111,7 @@ def describe_bubble(state: State, step: Step, durations: Durations) -> Bubble:
         num_assists=step.num_assists,
         num_generators=len(state.generators),
         durations=durations,
+        situation=situation,
     )
 
 

@@ -291,7 +291,7 @@ class State:
     @property
     def finished(self) -> bool:
         """Line 4, and nothing left to sync: the run is over, or drained."""
-        if self.step < self.last_step or self.trainer.task is not None or self.trainer_program:
+        if self.step < self.last_step or self.trainer.task is not None or self.trainer_program or self.publish_due:
             return False
         drained = self.last_step < self.plan.num_steps
         return drained or self.num_outdated == 0

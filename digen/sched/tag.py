@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
+
+if TYPE_CHECKING:
+    from digen.sched.bubbles import StepState
+    from digen.sched.model import Instance
 
 
 class Durations(Struct, frozen=True):
@@ -43,6 +47,8 @@ class Bubble(Struct, frozen=True):
     """Assists of the step so far."""
     num_generators: int
     durations: Durations
+    situation: Callable[[], tuple[Instance, StepState] | None] = lambda: None
+    """Computes the live state in the exact model's terms, or ``None`` while durations are unknown."""
 
 
 class Decision(NamedTuple):
@@ -124,10 +130,18 @@ def _finish(bubble: Bubble, *, assist: bool) -> float:
 
 
 def policy_from(text: str) -> Policy:
-    """The policy that ``schedule.tag`` names: never, static(k), greedy or threshold."""
+    """The policy that ``schedule.tag`` names: never, static(k), greedy, threshold, search or tag_first."""
     from digen.config import parse_tag
+    from digen.sched.lookahead import searching, tag_first_policy
 
     name, argument = parse_tag(text)
     if name == "static":
         return static(argument or 0)
-    return {"never": never, "greedy": greedy, "threshold": threshold}[name]()
+    policies = {
+        "never": never,
+        "greedy": greedy,
+        "threshold": threshold,
+        "search": searching,
+        "tag_first": tag_first_policy,
+    }
+    return policies[name]()
