@@ -138,7 +138,7 @@ class Scheduler:
             GroupAssembler(plan.step(start_step), self._advantage)
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
         self._story = Story()
-        self._sinks: tuple[Sink, ...] = (self._story, *sinks)
+        self._sinks: tuple[Sink, ...] = (self._story.remember, *sinks)
         self._emit = fan_out(self._sinks)
         self._on_commit = on_commit
         self._on_publish = on_publish
@@ -350,9 +350,12 @@ class Scheduler:
             self._just_idle.append(worker)
 
     def _open_bubbles(self) -> None:
+        if not self._just_idle:
+            return
+        now = self._now()
         for worker in self._just_idle:
             if worker.task is None and worker.name in self._lanes:
-                self._emit(BubbleOpened(self._now(), worker.name, idle_cause(self._state, worker)))
+                self._emit(BubbleOpened(now, worker.name, idle_cause(self._state, worker)))
         self._just_idle.clear()
 
     def _ask(self, state: State, step: Step) -> Decision:

@@ -18,14 +18,6 @@ class Mean:
         self.first = 0.0
         self.total = 0.0
 
-    def add(self, duration_s: float) -> None:
-        """Take one sample."""
-        if self.count == 0:
-            self.first = duration_s
-        else:
-            self.total += duration_s
-        self.count += 1
-
     def value(self) -> float:
         """The mean, in seconds."""
         return self.total / (self.count - 1) if self.count > 1 else self.first
@@ -39,16 +31,21 @@ class Profile:
 
     def add(self, worker: str, role: Role, kind: TaskKind, duration_s: float) -> None:
         """Record one finished task."""
-        self.expect(worker, kind, duration_s)
-        if worker != role:
-            self.expect(role, kind, duration_s)
+        means = self._means
+        for key in ((worker, kind), (role, kind)) if worker != role else ((role, kind),):
+            mean = means.get(key)
+            if mean is None:
+                mean = means[key] = Mean()
+            if mean.count:
+                mean.total += duration_s
+            else:
+                mean.first = duration_s
+            mean.count += 1
 
     def expect(self, worker_or_role: str, kind: TaskKind, duration_s: float) -> None:
-        """Count one sample for a worker or a role; the first is what is expected until there are others."""
-        mean = self._means.get((worker_or_role, kind))
-        if mean is None:
-            mean = self._means[worker_or_role, kind] = Mean()
-        mean.add(duration_s)
+        """Take ``duration_s`` as the mean of a worker or a role until it is measured."""
+        mean = self._means[worker_or_role, kind] = Mean()
+        mean.first, mean.count = duration_s, 1
 
     def mean(self, worker_or_role: str, kind: TaskKind) -> float | None:
         """Mean duration of ``kind`` on a worker, or over a role's workers; ``None`` before the first sample."""

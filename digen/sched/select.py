@@ -39,9 +39,11 @@ def select_sync(state: State) -> Task | None:
         state.publish_due = False
         version = trainer.version
         return _task("publish", trainer, version - 1, argument=(version,), version=version)
-    if program or state.holding or state.step >= state.last_step or not state.current.complete:
+    if program or state.holding or state.step >= state.last_step:
         return None
     step = state.current
+    if not step.complete:
+        return None
     indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
     return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
 

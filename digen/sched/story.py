@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 
-from digen.events import AnyEvent
+from digen.events import AnyEvent, Sink
 
 _MEMORY = 20_000
 
 
 class Story:
-    """A sink that remembers the last events, for error messages and debugging."""
+    """Remembers the last events, for error messages and debugging. Its sink is :attr:`remember`."""
 
     def __init__(self) -> None:
         self._events: deque[AnyEvent] = deque(maxlen=_MEMORY)
-        self._remember = self._events.append
-
-    def __call__(self, event: AnyEvent) -> None:
-        """Remember one event."""
-        self._remember(event)
+        self.remember: Sink = self._events.append
 
     def of_micro_batch(self, step: int, index: int) -> list[str]:
         """A line for each event that names micro-batch ``index`` of ``step``."""

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import socket
 import sys
@@ -27,6 +28,8 @@ from digen.workers.wire import FrameReader, Request, WorkerCodec, close_all, fra
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_CHECK_S = 1.0
+_POLL_S = 50e-6
+"""How long to look for the next request before sleeping: to be woken on a core that sleeps takes longer than a call."""
 
 
 def main() -> None:
@@ -107,7 +110,12 @@ def _watch(parent: int) -> None:
 
 def _frames(sock: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
     reader = FrameReader()
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
     while True:
+        until = time.perf_counter() + _POLL_S
+        while not poll.poll(0) and time.perf_counter() < until:
+            pass
         data, fds = receive(sock)
         if not data:
             return

@@ -60,7 +60,8 @@ class _Timer(asyncio.TimerHandle):
         self._number = next(loop.timers)
 
     def __lt__(self, other: Any) -> bool:
-        return (self._when, self._number) < (other._when, other._number)  # type: ignore[attr-defined]
+        when, then = self._when, other._when  # type: ignore[attr-defined]
+        return bool(when < then or (when == then and self._number < other._number))
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
