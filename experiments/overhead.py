@@ -1,8 +1,10 @@
-"""What the driver costs: calls to workers, and the chain generate, score, update with tasks that do nothing.
+"""What the driver costs: decisions, calls to workers, and micro-batches whose tasks do nothing.
 
-Run ``python experiments/overhead.py [--json PATH]`` on an idle machine; it takes about 5 s, or 15 s with Ray.
-Absolute times depend on the machine; the ratio to Ray is of two measurements in the same run. The latency of a call has
-two modes: waking a process on the same core takes half as long as on another, and the kernel chooses.
+    python experiments/overhead.py [--json PATH]     about 1 minute on an idle machine
+
+F1 is virtual time: the CPU of a whole task, from its completion through choice, record and dispatch to the next. F3
+runs the real scheduler with its event log on real worker processes. Absolute times depend on the machine (a call's on
+where the kernel wakes the other process, which is why a bare echo stands beside it); ratios are of one run.
 """
 
 from __future__ import annotations

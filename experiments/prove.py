@@ -23,6 +23,8 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "overhead": (["experiments/overhead.py"], {}),
     "transport": (["experiments/transport.py"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
+    "search": (["experiments/search_time.py"], {}),
+    "search-verified": (["experiments/search_time.py", "--verify", "5000"], {}),
     "demo": (["experiments/demo.py"], {}),
     "modes": (["experiments/modes.py"], {}),
 }
