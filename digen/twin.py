@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from digen.events import (
     EventLog,
     RunStarted,
     StepCommitted,
-    TaskFailed,
+    TagDecided,
     TaskFinished,
     WorkerJoined,
     read_events,
@@ -38,6 +38,9 @@ from digen.workers.sim import SimWorker
 
 if TYPE_CHECKING:
     from digen.config import ScheduleConfig
+
+_MAX_TICKS = 2**53
+"""Whole numbers up to it are exact as floats."""
 
 _LETTERS = {
     "B": "num_micro_batches",
@@ -75,6 +78,13 @@ class Durations:
     def num_generators(self) -> int:
         """Generator groups."""
         return len(self.generate_s)
+
+    @property
+    def total_s(self) -> Decimal:
+        """The time of everything one after another: no schedule takes longer."""
+        per_micro_batch = max(self.generate_s) + max(self.score_s) + self.update_s + self.assist_s
+        per_micro_batch += self.switch_in_s + self.switch_out_s
+        return self.num_steps * (self.num_micro_batches * per_micro_batch + self.commit_s + self.load_s)
 
     @property
     def tick(self) -> Decimal:
@@ -116,8 +126,15 @@ def simulate(durations: Durations, config: ScheduleConfig) -> Twin:
     """Run the scheduler in virtual time.
 
     The policies that look ahead know the durations from the start, as they would after some steps of a real run.
+
+    Raises:
+        ConfigError: the durations differ by so many digits that their sums would be rounded.
     """
     tick = durations.tick
+    if durations.total_s / tick > _MAX_TICKS:
+        raise ConfigError(
+            f"durations: a run of up to {durations.total_s:g} s is too long for steps of {tick} s to be exact"
+        )
     colocated = config.mode == "colocated"
     events: list[AnyEvent] = []
     plan = Plan(
@@ -180,7 +197,8 @@ def _known(durations: Durations, tick: Decimal) -> Profile:
         profile.expect(f"gen{number}", "score", float(score / tick))
     profile.expect("trainer", "update", float(durations.update_s / tick))
     profile.expect("trainer", "assist", float(durations.assist_s / tick))
-    profile.expect("trainer", "switch", float((durations.switch_in_s + durations.switch_out_s) / 2 / tick))
+    profile.expect("trainer", "switch_in", float(durations.switch_in_s / tick))
+    profile.expect("trainer", "switch_out", float(durations.switch_out_s / tick))
     return profile
 
 
@@ -207,18 +225,19 @@ def _twin(durations: Durations, events: list[AnyEvent], tick: Decimal) -> Twin:
     )
 
 
-def compare(durations: Durations, config: ScheduleConfig) -> dict[str, Decimal]:
-    """Makespans of the schedule and of what it is measured against.
+def compare(durations: Durations) -> dict[str, Decimal]:
+    """Makespans of what a schedule is measured against.
 
-    ``naive`` is simulated. ``colocated`` is arithmetic: every stage on all groups at once, if it scaled linearly.
+    ``naive`` is one simulated step times their number: every step begins with all workers idle, as the first does.
+    ``colocated`` is arithmetic: every stage on all groups at once, if it scaled linearly.
     """
     from digen.config import ScheduleConfig
 
+    step = simulate(replace(durations, num_steps=1), ScheduleConfig(mode="naive"))
     groups = durations.num_generators + 1
     per_micro_batch = (_mean(durations.generate_s) + _mean(durations.score_s) + durations.update_s) / groups
     return {
-        "this": simulate(durations, config).makespan,
-        "naive": simulate(durations, ScheduleConfig(mode="naive", sync=config.sync)).makespan,
+        "naive": durations.num_steps * step.makespan,
         "colocated": durations.num_steps * (durations.num_micro_batches * per_micro_batch + durations.commit_s),
     }
 
@@ -273,11 +292,14 @@ def parse_durations(text: str) -> Durations:
 def profiled_durations(events: Iterable[AnyEvent], *, num_steps: int | None = None) -> Durations:
     """Mean durations of a real run by worker and task, the first sample of each left out, to the millisecond.
 
+    A generator that never did a task gets the others' mean. Weights are loaded in the mean time of all generators.
+
     Raises:
-        ConfigError: the run has no generation, score or update to learn from, or several trainers.
+        ConfigError: the run has no generators, scorers of its own, or no generation, score or update to learn from.
     """
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     generators: list[str] = []
+    last_kind = ""
     run: RunStarted | None = None
     committed = 0
     for event in events:
@@ -285,26 +307,31 @@ def profiled_durations(events: Iterable[AnyEvent], *, num_steps: int | None = No
             run = event
         elif isinstance(event, WorkerJoined) and event.role == "generator" and event.worker not in generators:
             generators.append(event.worker)
+        elif isinstance(event, WorkerJoined) and event.role == "scorer":
+            raise ConfigError(f"the profile has a scorer of its own ({event.worker}), which the twin does not play")
         elif isinstance(event, StepCommitted):
             committed += 1
+        elif isinstance(event, TaskFinished) and event.worker in generators:
+            samples[event.worker, event.kind].append(event.time - event.started)
         elif isinstance(event, TaskFinished):
-            samples[event.worker if event.worker in generators else "trainer", event.kind].append(
-                event.time - event.started
-            )
+            back = event.kind == "switch" and last_kind == "assist"
+            samples["trainer", "switch back" if back else event.kind].append(event.time - event.started)
+            last_kind = event.kind
     if run is None or not generators:
         raise ConfigError("the profile has no run with generators; profile a run of another mode than colocated")
 
-    def mean(worker: str, kind: str, default: Decimal | None = None) -> Decimal:
-        found = samples.get((worker, kind))
-        if not found:
-            if default is not None:
-                return default
-            raise ConfigError(f"the profile has no {kind} on {worker} to learn from; let the run finish a step")
-        warm = found[1:] or found
-        return Decimal(sum(warm) / len(warm)).quantize(Decimal("0.001"))
+    def means(workers: Iterable[str], kind: str) -> list[Decimal]:
+        found = [times[1:] or times for worker in workers if (times := samples.get((worker, kind)))]
+        return [Decimal(sum(warm) / len(warm)).quantize(Decimal("0.001")) for warm in found]
 
+    def mean(worker: str, kind: str, default: Decimal | None = None) -> Decimal:
+        found = means([worker], kind) or means(generators, kind)
+        if not found and default is None:
+            raise ConfigError(f"the profile has no {kind} on {worker} to learn from; let the run finish a step")
+        return _mean(tuple(found)).quantize(Decimal("0.001")) if found else default or Decimal(0)
+
+    none = Decimal(0)
     generate = tuple(mean(name, "generate") for name in generators)
-    half_switch = mean("trainer", "switch", Decimal(0))
     return Durations(
         num_micro_batches=run.num_micro_batches,
         num_steps=num_steps or max(1, committed),
@@ -312,10 +339,10 @@ def profiled_durations(events: Iterable[AnyEvent], *, num_steps: int | None = No
         score_s=tuple(mean(name, "score") for name in generators),
         update_s=mean("trainer", "update"),
         assist_s=mean("trainer", "assist", max(generate)),
-        switch_in_s=half_switch,
-        switch_out_s=half_switch,
-        commit_s=mean("trainer", "commit", Decimal(0)) + mean("trainer", "publish", Decimal(0)),
-        load_s=mean(generators[0], "load", Decimal(0)),
+        switch_in_s=mean("trainer", "switch", none),
+        switch_out_s=mean("trainer", "switch back", none),
+        commit_s=mean("trainer", "commit", none) + mean("trainer", "publish", none),
+        load_s=_mean(tuple(means(generators, "load")) or (none,)).quantize(Decimal("0.001")),
     )
 
 
@@ -334,19 +361,20 @@ _MARKS = {
 
 def describe(twin: Twin, config: ScheduleConfig, *, width: int = 96) -> list[str]:
     """A simulated run in words and a picture: makespan, comparison, bubbles by cause, a row for each worker."""
-    durations, makespans = twin.durations, compare(twin.durations, config)
+    durations, makespans = twin.durations, compare(twin.durations)
     report = build_report(twin.events)
     lines = [
         (
             f"simulated: mode {config.mode}, window {config.resolved_window}, TAG {config.resolved_tag}, "
             f"sync {config.sync}; {durations.num_steps} steps of {durations.num_micro_batches} micro-batches, "
-            f"{durations.num_generators} generators"
+            f"{durations.num_generators} generator{'s' * (durations.num_generators > 1)}"
         ),
         f"makespan {twin.makespan.normalize():,f} s, {twin.num_assists} assists",
     ]
     lines += [
         f"  {makespans[name] / twin.makespan:.3f} x {what} ({float(makespans[name]):,.6g} s)"
         for name, what in (("naive", "naive"), ("colocated", "colocated, if every stage scaled linearly"))
+        if twin.makespan
     ]
     for role, bubble in report["bubbles"].items():
         causes = ", ".join(f"{cause} {share:.1%}" for cause, share in bubble["causes"].items() if share >= 0.0005)
@@ -363,19 +391,34 @@ def write_folder(twin: Twin, folder: Path) -> None:
     if (folder / "events.jsonl").exists():
         raise ConfigError(f"{folder} holds the events of a run already; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    seconds = float(twin.durations.tick)
+    tick = twin.durations.tick
     with EventLog(folder / "events.jsonl") as log:
         for event in twin.events:
-            log(_in_seconds(event, seconds))
+            log(_in_seconds(event, tick))
     write_report(folder)
     write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
 
 
-def _in_seconds(event: AnyEvent, seconds: float) -> AnyEvent:
-    times = {"time": event.time * seconds}
-    if isinstance(event, TaskFinished | TaskFailed):
-        times["started"] = event.started * seconds
-    return msgspec.structs.replace(event, **times)
+def _in_seconds(event: AnyEvent, tick: Decimal) -> AnyEvent:
+    def scaled(ticks: float) -> float:
+        return float(Decimal(ticks) * tick)
+
+    changes: dict[str, Any] = {"time": scaled(event.time)}
+    if isinstance(event, TaskFinished):
+        changes["started"] = scaled(event.started)
+    elif isinstance(event, StepCommitted):
+        changes["values"] = {
+            name: value / float(tick) if name.endswith("per_s") else scaled(value) if name.endswith(_TIMES) else value
+            for name, value in event.values.items()
+        }
+    elif isinstance(event, TagDecided) and tick != 1:
+        changes["reason"] = f"{event.reason}, in units of {tick} s"
+        changes["saving_s"] = scaled(event.saving_s) if event.saving_s is not None else None
+    return msgspec.structs.replace(event, **changes)
+
+
+_TIMES = ("_s", "/seconds")
+"""How metrics end that are times."""
 
 
 def _picture(twin: Twin, width: int) -> list[str]:

@@ -2,8 +2,9 @@
 
 At an emerging bubble the live state and the durations measured so far become an instance of the model, Algorithm 2 (or
 the scan for the best number of assists before the first update) is run on it, and its first decision is taken. At the
-next bubble everything is computed anew from better measurements, so that errors do not add up. Until a generation, an
-update and an assist have been measured there is nothing to compute from: the first bubble of a run assists.
+next bubble everything is computed anew from better measurements, so that errors do not add up; a situation that recurs
+exactly, as in virtual time, is computed once. Until a generation, an update and an assist have been measured there is
+nothing to compute from: the first bubble assists, so that there will be, and the others are skipped.
 
 What the model leaves out, and the plan is therefore only an estimate of: scorers of their own (a score then costs the
 generators nothing), groups that span several micro-batches (one that waits for its group counts as not yet scored),
@@ -12,40 +13,51 @@ and ``max_generating``.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from digen.events import TaskKind
-from digen.sched.bubbles import AHEAD, GENERATE, LATER, LOAD, SCORE, Running, StepModel, StepState
+from digen.sched.bubbles import GENERATE, LOAD, SCORE, Running, StepModel, StepState
 from digen.sched.model import Instance
 from digen.sched.search import search, tag_first
-from digen.sched.state import State, Step, Task, Worker
-from digen.sched.tag import Bubble, Decision, Policy
+from digen.sched.state import State, Step, Worker
+from digen.sched.tag import Bubble, Decision, Policy, measuring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from digen.sched.profile import Profile
 
-MAX_NODES = 2000
-"""Moves that one decision may simulate; some ten milliseconds. Beyond them the best plan so far is used."""
+MAX_NODES = 500
+"""Moves that one decision may simulate, a quarter of it where there are several generators: their moves take four times
+as long. That is up to ten milliseconds for 128 micro-batches; beyond it the best plan so far is used."""
 
-_UNKNOWN = Decision(assist=True, reason="durations are not measured yet")
+_KINDS: dict[TaskKind, int] = {"generate": GENERATE, "score": SCORE, "load": LOAD}
+"""What generators do, in the model's terms."""
+
+_NUM_REMEMBERED = 1024
+"""Situations whose answer a policy remembers."""
+
+_SOON_S = 1e-6
+"""What a task that has lasted longer than expected still takes."""
 
 
 def searching(max_nodes: int = MAX_NODES) -> Policy:
     """The paper's bubble-triggered search (BTS): the first decision of Algorithm 2's best plan."""
 
-    def decide(bubble: Bubble) -> Decision:
-        situation = bubble.situation()
-        if situation is None:
-            return _UNKNOWN
-        instance, state = situation
+    @lru_cache(_NUM_REMEMBERED)
+    def compute(instance: Instance, state: StepState) -> Decision:
         if not _at_bubble(instance, state):
             return Decision(assist=False, reason="the model sees no bubble here")
-        strategy = search(instance, state, max_nodes=max_nodes)
+        limit = max_nodes if instance.num_generators == 1 else max(1, max_nodes // 4)
+        strategy = search(instance, state, max_nodes=limit)
         assists = sum(strategy.decisions)
         kind = "best" if strategy.exact else f"best of {strategy.num_nodes} moves"
-        return Decision(strategy.decisions[0], f"{kind}: {assists} more assists, last update in {strategy.value:.3g} s")
+        return Decision(strategy.decisions[0], f"{kind}: {assists} more assists, last update in {strategy.value:.6g} s")
+
+    def decide(bubble: Bubble) -> Decision:
+        situation = bubble.situation()
+        return measuring(bubble) if situation is None else compute(*situation)
 
     return Policy("search", decide)
 
@@ -53,14 +65,16 @@ def searching(max_nodes: int = MAX_NODES) -> Policy:
 def tag_first_policy() -> Policy:
     """The best number of assists before the step's first update, none after it; computed anew before each."""
 
+    @lru_cache(_NUM_REMEMBERED)
+    def compute(instance: Instance, state: StepState) -> Decision:
+        value, n = tag_first(instance, state)
+        return Decision(n > 0, f"{n} more assists before the first update, last update in {value:.6g} s")
+
     def decide(bubble: Bubble) -> Decision:
         if bubble.num_updated:
             return Decision(assist=False, reason="updates have begun")
         situation = bubble.situation()
-        if situation is None:
-            return _UNKNOWN
-        value, n = tag_first(*situation)
-        return Decision(n > 0, f"{n} more assists before the first update, last update in {value:.3g} s")
+        return measuring(bubble) if situation is None else compute(*situation)
 
     return Policy("tag_first", decide, assists_before_update=2**31)
 
@@ -78,7 +92,6 @@ def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[I
     update, assist = profile.mean("trainer", "update"), profile.mean("trainer", "assist")
     if update is None or assist is None or None in generate or None in score:
         return None
-    switch = profile.mean("trainer", "switch") or 0.0
     size, rules = len(step.micro_batches), state.rules
     instance = Instance(
         num_micro_batches=size,
@@ -86,8 +99,8 @@ def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[I
         score_s=tuple(value for value in score if value is not None),
         update_s=(update,),
         assist_s=(assist,),
-        switch_in_s=(switch,),
-        switch_out_s=(switch,),
+        switch_in_s=(profile.mean("trainer", "switch_in") or 0.0,),
+        switch_out_s=(profile.mean("trainer", "switch_out") or 0.0,),
         load_s=profile.mean("generator", "load") or 0.0,
         window=rules.window,
         stale_limit=rules.stale_limit,
@@ -100,49 +113,39 @@ def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[I
 def _compress(
     state: State, step: Step, generators: list[Worker], mean: Callable[[Worker, TaskKind], float], now: float
 ) -> StepState:
-    """The state of ``step`` at a bubble of its trainer, in the model's terms."""
+    """The state of ``step`` at a bubble of its trainer, in the model's terms.
+
+    Micro-batches of the step are pending then, so that nothing of a later step has begun.
+    """
     indexed = state.rules.index_order
     first = step.next_index if indexed else 0
-    running = []
-    busy = set()
+    running, busy, outdated = [], set(), 0
     for number, worker in enumerate(generators):
-        if (task := worker.task) is not None:
-            kind = _kind(task, step)
-            left = max(0.0, task.started + mean(worker, task.kind) - now)
-            running.append((task.id, Running(left, number, kind, task.index * indexed if kind <= SCORE else 0)))
-            busy.add((task.step, task.index))
+        task = worker.task
+        version = task.version if task is not None and task.kind == "load" else worker.version
+        outdated |= (version != state.trainer.version) << number
+        if task is not None:
+            kind = _KINDS[task.kind]
+            left = max(_SOON_S, task.started + mean(worker, task.kind) - now)
+            running.append((task.id, Running(left, number, kind, 0 if kind == LOAD else task.index * indexed)))
+            busy.add(task.index)
     running.sort(key=lambda item: item[0] if indexed else item[1].worker)
     # Everything of this step that is generated, not being scored, and not yet ready waits for a score.
     unscored = [
-        index
-        for index in step.rollouts
-        if index not in step.ready and index not in step.settled and (step.number, index) not in busy
+        index for index in step.rollouts if index not in step.ready and index not in step.settled and index not in busy
     ]
     empty = [index for index in step.settled if index >= first] if indexed else []
     available = [index - first for index in (*step.ready, *empty)] if indexed else range(len(step.ready))
-    following = step.number + 1
-    ahead = 0
-    if following < state.horizon:
-        next_step = state.ledger(following)
-        ahead = min(state.rules.stale_limit - next_step.num_stale, len(next_step.pending))
+    size, limit, later_steps = len(step.micro_batches), state.rules.stale_limit, state.horizon - step.number - 1
     return StepState(
         pending=len(step.pending),
         queue=tuple(index * indexed for index in unscored),
         ready=sum(1 << place for place in available),
-        updates=len(step.micro_batches) - (first if indexed else len(step.settled)),
-        ahead=max(0, ahead),
-        later=sum(number > step.number for number, _, _ in state.scoring_queue),
-        outdated=sum(1 << i for i, worker in enumerate(generators) if worker.version != state.trainer.version),
+        updates=size - (first if indexed else len(step.settled)),
+        ahead=size * later_steps if limit >= size else limit * (later_steps > 0),
+        outdated=outdated,
         running=tuple(task for _, task in running),
     )
-
-
-def _kind(task: Task, step: Step) -> int:
-    if task.kind == "load":
-        return LOAD
-    if task.kind == "score":
-        return SCORE if task.step == step.number else LATER
-    return GENERATE if task.step == step.number else AHEAD
 
 
 def _at_bubble(instance: Instance, state: StepState) -> bool:

@@ -53,7 +53,7 @@ from digen.sched.checks import check_handles, needed_methods, rules_from
 from digen.sched.lanes import Checkpointer, Inbox, Lane
 from digen.sched.lookahead import situation
 from digen.sched.meter import Meter
-from digen.sched.profile import Profile
+from digen.sched.profile import Kind, Profile
 from digen.sched.results import Results, describe
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
 from digen.sched.state import State, Step, Task, Worker
@@ -326,7 +326,7 @@ class Scheduler:
                 stats = self._results.take(task, result)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
-            self._profile.add(task.worker.name, task.worker.role, task.kind, now - task.started)
+            self._profile.add(task.worker.name, task.worker.role, _profiled_kind(task), now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
             event = TaskFinished(
@@ -398,13 +398,13 @@ class Scheduler:
 
     def _durations(self) -> Durations:
         mean = self._profile.mean
-        switch_s = mean("trainer", "switch")
+        switch_in_s, switch_out_s = mean("trainer", "switch_in"), mean("trainer", "switch_out")
         return Durations(
             generate_s=mean("generator", "generate"),
             score_s=mean("scorer" if self._state.scorers else "generator", "score"),
             update_s=mean("trainer", "update"),
             assist_s=mean("trainer", "assist"),
-            switch_s=2 * switch_s if switch_s is not None else None,
+            switch_s=switch_in_s + switch_out_s if switch_in_s is not None and switch_out_s is not None else None,
         )
 
     def _failed(self, task: Task, error: Exception) -> StepFailed:
@@ -567,6 +567,12 @@ class Scheduler:
         owned, self._owned = self._owned, []
         closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
         await asyncio.gather(*closers, return_exceptions=True)
+
+
+def _profiled_kind(task: Task) -> Kind:
+    if task.kind != "switch":
+        return task.kind
+    return "switch_in" if task.argument == ("generate",) else "switch_out"
 
 
 def _task_failed(task: Task, now: float, error: str) -> TaskFailed:

@@ -5,7 +5,12 @@ The first sample of each is left out as soon as there is a second: it holds cold
 
 from __future__ import annotations
 
+from typing import Literal
+
 from digen.events import Role, TaskKind
+
+Kind = TaskKind | Literal["switch_in", "switch_out"]
+"""What durations are told apart by. The switch before an assist and the one after it may differ."""
 
 
 class Mean:
@@ -27,9 +32,9 @@ class Profile:
     """Online durations in seconds: of each worker, and pooled over the workers of a role."""
 
     def __init__(self) -> None:
-        self._means: dict[tuple[str, TaskKind], Mean] = {}
+        self._means: dict[tuple[str, Kind], Mean] = {}
 
-    def add(self, worker: str, role: Role, kind: TaskKind, duration_s: float) -> None:
+    def add(self, worker: str, role: Role, kind: Kind, duration_s: float) -> None:
         """Record one finished task."""
         means = self._means
         for key in ((worker, kind), (role, kind)) if worker != role else ((role, kind),):
@@ -42,12 +47,12 @@ class Profile:
                 mean.first = duration_s
             mean.count += 1
 
-    def expect(self, worker_or_role: str, kind: TaskKind, duration_s: float) -> None:
+    def expect(self, worker_or_role: str, kind: Kind, duration_s: float) -> None:
         """Take ``duration_s`` as the mean of a worker or a role until it is measured."""
         mean = self._means[worker_or_role, kind] = Mean()
         mean.first, mean.count = duration_s, 1
 
-    def mean(self, worker_or_role: str, kind: TaskKind) -> float | None:
+    def mean(self, worker_or_role: str, kind: Kind) -> float | None:
         """Mean duration of ``kind`` on a worker, or over a role's workers; ``None`` before the first sample."""
         mean = self._means.get((worker_or_role, kind))
         return mean.value() if mean is not None else None

@@ -100,13 +100,13 @@ def threshold() -> Policy:
 
     Both sides are estimates from running means. The generators alone finish the pending micro-batches in
     ``ceil(pending / G)`` rounds; an assist takes one of them away but keeps the trainer from updating meanwhile. The
-    first bubble of a run assists, so that the durations get measured (paper 4).
+    first bubble assists until the durations are measured (paper 4).
     """
 
     def decide(bubble: Bubble) -> Decision:
         known = bubble.durations
         if known.assist_s is None or known.update_s is None or known.generate_s is None or bubble.num_generators == 0:
-            return Decision(assist=True, reason="durations are not measured yet")
+            return measuring(bubble)
         switch_s = known.switch_s or 0.0
         saving_s = _finish(bubble, assist=False) - _finish(bubble, assist=True)
         lend = saving_s > switch_s
@@ -114,6 +114,11 @@ def threshold() -> Policy:
         return Decision(lend, f"saving {saving_s:.3g} s {comparison} switch {switch_s:.3g} s", saving_s)
 
     return Policy("threshold", decide)
+
+
+def measuring(bubble: Bubble) -> Decision:
+    """What policies that compute do until there is something to compute with: a step's first bubble assists."""
+    return Decision(assist=bubble.num_assists == 0, reason="durations are not measured yet")
 
 
 def _finish(bubble: Bubble, *, assist: bool) -> float:

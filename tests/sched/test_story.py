@@ -35,7 +35,7 @@ def test_the_story_of_a_micro_batch(simulate: Callable[..., Any]) -> None:
 
 def test_the_story_of_a_worker(simulate: Callable[..., Any]) -> None:
     memory = Story()
-    simulate(generators=[{"generate": 10}] * 2, sinks=[memory])
+    simulate(generators=[{"generate": 10}] * 2, sinks=[memory.remember])
     lines = memory.of_worker("g1")
     assert "WorkerJoined" in lines[0]
     assert all("'g1'" in line for line in lines)
@@ -45,6 +45,6 @@ def test_the_story_of_a_worker(simulate: Callable[..., Any]) -> None:
 def test_only_the_last_events_are_remembered() -> None:
     memory = Story()
     for number in range(story._MEMORY + 10):
-        memory(TaskStarted(float(number), number, "generate", "g0", 0, 0, 0))
+        memory.remember(TaskStarted(float(number), number, "generate", "g0", 0, 0, 0))
     assert len(memory.of_micro_batch(0, 0)) == story._MEMORY
     assert memory.of_micro_batch(0, 0)[0].startswith("10.0")
