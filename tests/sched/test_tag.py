@@ -80,12 +80,13 @@ def test_threshold_weighs_the_saving_against_the_switch(fields: dict[str, Any], 
 
 
 @pytest.mark.parametrize("missing", ["generate_s", "update_s", "assist_s"])
-def test_threshold_assists_until_the_durations_are_measured(missing: str) -> None:
-    decision = threshold().decide(bubble(**{missing: None, "switch_s": 1000}))
-    assert decision.assist
-    assert decision.saving_s is None
+def test_threshold_assists_once_a_step_until_the_durations_are_measured(missing: str) -> None:
+    unknown = {missing: None, "switch_s": 1000}
+    decisions = [threshold().decide(bubble(**unknown, num_assists=number)) for number in (0, 1)]
+    assert [decision.assist for decision in decisions] == [True, False]
+    assert all(decision.saving_s is None for decision in decisions)
 
 
-@pytest.mark.parametrize("name", ["never", "greedy", "threshold", "static(3)"])
+@pytest.mark.parametrize("name", ["never", "greedy", "threshold", "search", "tag_first", "static(3)"])
 def test_a_policy_is_named_by_its_config(name: str) -> None:
     assert policy_from(name).name == name
