@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class RunState(Struct, frozen=True):
     plan_digest: str
     """Of the plan whose steps were trained; another plan is refused."""
     family: str
+    settings: dict[str, str] = {}
+    """Fields of the config that the files depend on; others may change in a resumed run."""
 
 
 class Checkpoints:
@@ -56,14 +59,25 @@ class Checkpoints:
         keep: how many stay on disk.
         plan_digest: :attr:`digen.Plan.digest` of the run.
         family: model family of the run.
+        settings: fields of the config that a checkpoint depends on, with their values.
     """
 
-    def __init__(self, folder: Path, *, every: int, keep: int, plan_digest: str, family: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep: int,
+        plan_digest: str,
+        family: str,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
         self._every = every
         self._keep = keep
         self._plan_digest = plan_digest
         self._family = family
+        self._settings = dict(settings or {})
 
     def due(self, version: int, *, last: bool) -> bool:
         """Every ``every`` steps, and whenever the run ends with these weights."""
@@ -85,7 +99,7 @@ class Checkpoints:
         reserved = sorted({_STATE, _MANIFEST} & set(files))
         if reserved:
             raise CheckpointError(f"{', '.join(reserved)} in {temporary}: the trainer must use another name")
-        state = RunState(SCHEMA, version, version, self._plan_digest, self._family)
+        state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings)
         await asyncio.to_thread(_complete, temporary, final, files, state)
         await asyncio.to_thread(self._prune, version)
         return str(final)
@@ -125,6 +139,12 @@ class Checkpoints:
             )
         if state.family != self._family:
             raise CheckpointError(f"checkpoint {path} is of family {state.family!r}, the config of {self._family!r}")
+        for field, value in self._settings.items():
+            if state.settings.get(field, value) != value:
+                raise CheckpointError(
+                    f"checkpoint {path} was written with {field}={state.settings[field]}, the config has {value}; "
+                    "such a change needs a new run"
+                )
         return state
 
     def _make(self, temporary: Path) -> None:

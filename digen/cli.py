@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from digen import __version__
+
 if TYPE_CHECKING:
     from digen.config import RunConfig
     from digen.runner import Prepared
@@ -23,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from digen.errors import CheckpointError, ConfigError, DigenError
 
     try:
+        sys.path.append(str(Path.cwd()))  # where a user's own rewards are looked for last
         words, overrides = _split(sys.argv[1:] if argv is None else argv)
         options = _parser().parse_args(words)
         code: int = options.command(options, overrides)
@@ -51,6 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="digen", description="Post-train diffusion and flow models with RL on two pools of workers.")
+    parser.add_argument("--version", action="version", version=f"digen {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = _command(commands, "train", "run a config", _train)
@@ -62,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
     _add_config(check)
 
-    simulate = _command(commands, "simulate", "play a schedule in virtual time; starts no process", _simulate)
+    simulate = _command(
+        commands,
+        "simulate",
+        "play a schedule of whole-group micro-batches in virtual time; starts no process",
+        _simulate,
+    )
     _add_config(simulate)
     source = simulate.add_mutually_exclusive_group(required=True)
     source.add_argument("--durations", metavar="TEXT", help="for example 'B=8 S=2 g=10 r=1 u=5 h=12 y_opt=2 y_sync=3'")
@@ -177,12 +186,20 @@ _SCHEDULE_FLAGS = {
 
 
 def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from digen.errors import ConfigError
+
     flags = {
         f"schedule.{field}": value
         for flag, field in _SCHEDULE_FLAGS.items()
         if (value := getattr(options, flag)) is not None
     }
-    schedule = _load(options.config, overrides | flags).schedule
+    others = [key for key in overrides if not key.startswith("schedule.")]
+    if others:
+        raise ConfigError(f"digen simulate takes only fields of schedule, got --{others[0]}; see --durations")
+    path = options.config
+    if path is None and options.profile is not None and (options.profile / "config.yaml").is_file():
+        path = options.profile / "config.yaml"  # the schedule that was profiled, unless flags say otherwise
+    schedule = _load(path, overrides | flags).schedule
     from digen.events import read_events
     from digen.twin import describe, parse_durations, profiled_durations, simulate, write_folder
 

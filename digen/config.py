@@ -1,6 +1,6 @@
 """The configuration of a run: pydantic models, frozen, with unknown keys refused.
 
-The docstring under a field is its help text, shown by ``digen train --help``. Values come from a YAML file and
+The docstring under a field is its help text, shown by ``digen train --fields``. Values come from a YAML file and
 dotted overrides (``schedule.window=2``); :func:`load_config` merges and validates them. Everything that can be wrong
 without starting a worker is found here or in :mod:`digen.plan`.
 """
@@ -395,7 +395,41 @@ def validate(data: dict[str, Any], source: str) -> RunConfig:
 
 def dump_yaml(config: RunConfig) -> str:
     """The whole resolved config as YAML that :func:`load_config` reads back to an equal object."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    schedule = config.schedule
+    resolved = {
+        "axis": schedule.resolved_axis,
+        "barrier": str(schedule.resolved_barrier).lower(),
+        "window": schedule.resolved_window,
+        "stale_fraction": schedule.resolved_stale_fraction,
+        "tag": schedule.resolved_tag,
+    }
+    facts = ", ".join(f"{name} {value}" for name, value in resolved.items())
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return f"{text}# schedule, resolved: {facts}\n"
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what hides a value: a key that is given twice, and aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(None, None, "aliases are not supported", None)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -406,8 +440,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from None
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        data = _parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
@@ -426,8 +460,8 @@ def _split_override(text: str) -> tuple[str, Any]:
 def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = _parse_yaml(value)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"override {key}: {' '.join(str(error).split())}") from None
     *parents, leaf = key.split(".")
     node = data

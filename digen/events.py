@@ -255,8 +255,12 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            self.close()
+        except OSError:  # a full disk: the error under way was there first
+            if kind is None:
+                raise
 
 
 def remove_cut_line(path: Path) -> None:

@@ -35,6 +35,8 @@ from digen.errors import PlanError
 from digen.types import GroupSlice, MicroBatch, Prompt, derive_seed
 
 _CACHED_STEPS = 8
+_MOST_SAMPLES = 1_000_000
+"""Samples in a step, so that its arithmetic stays instant."""
 _CACHED_EPOCHS = 4
 
 
@@ -83,6 +85,11 @@ class Plan:
         for name, value in counts.items():
             if value < 1:
                 raise PlanError(f"{name} must be at least 1, got {value}")
+        if prompts_per_step * samples_per_prompt > _MOST_SAMPLES:
+            raise PlanError(
+                f"a step of {prompts_per_step} x {samples_per_prompt} samples is beyond {_MOST_SAMPLES:,}; "
+                "lower prompts_per_step or samples_per_prompt"
+            )
         if axis not in {"generation", "batch"}:
             raise PlanError(f"axis must be 'generation' or 'batch', got {axis!r}")
         if isinstance(prompts, str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 import threading
@@ -24,13 +25,14 @@ from digen.checkpoint import Checkpoints, completed
 from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
 from digen.diffusion import families, rewards
-from digen.errors import ConfigError
+from digen.errors import ConfigError, DigenError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
 from digen.extras import require
 from digen.groups import GroupAssembler
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress
 from digen.observe.report import text_summary, write_report
+from digen.observe.text import escape_text
 from digen.observe.trace import write_trace
 from digen.plan import Plan
 from digen.sched import Scheduler
@@ -94,9 +96,20 @@ def prepare(config: RunConfig) -> Prepared:
         shuffle=config.prompts.shuffle,
     )
     GroupAssembler(plan.step(0), config.algorithm.advantage)
+    _check_metadata(prompts, family.metadata, config.model.family)
     _workers(config)
     extras = (*family.extras, *([reward.extra] if reward.extra is not None else []))
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)))
+
+
+def _check_metadata(prompts: PromptSet, keys: tuple[str, ...], family: str) -> None:
+    for prompt in (*prompts.train, *prompts.held_out):
+        for key in keys:
+            if key not in prompt.metadata:
+                raise ConfigError(
+                    f"prompts.source: prompt {escape_text(prompt.text, limit=60)!r} has no {key!r}, which the {family} "
+                    "family needs beside every prompt: use a jsonl or csv file, or a data set, with such a column"
+                )
 
 
 def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool = True) -> RunReport:
@@ -136,7 +149,7 @@ def how_to_continue(folder: Path) -> str:
     if saved := completed(folder / "checkpoints"):
         return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest"
     if _is_untouched(folder):
-        return "nothing was trained; the same command starts again"
+        return "nothing was trained; the same command starts again, once what went wrong is mended"
     return f"no checkpoint was saved; delete {folder} to start again"
 
 
@@ -151,24 +164,38 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         keep=config.checkpoint.keep,
         plan_digest=prepared.plan.digest,
         family=config.model.family,
+        settings={
+            "model.dtype": config.model.dtype,
+            "optimizer.name": config.optimizer.name,
+            "algorithm.name": config.algorithm.name,
+        },
     )
     with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
         checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
-        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        _write_config(config, folder)
         sinks: list[Sink] = [
             stack.enter_context(EventLog(folder / "events.jsonl")),
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
         if progress:
-            print(f"starting {config.num_generators + 1} workers, logs in {folder / 'logs'}", flush=True)
+            count = config.num_generators + 1
+            print(f"starting {count} worker{'s' * (count > 1)}, logs in {folder / 'logs'}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
             steps, outcome = await _train(prepared, checkpoints, checkpoint, sinks, signals=signals)
-        finally:
-            if (folder / "events.jsonl").stat().st_size:
-                write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
-                values = write_report(folder)
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError, DigenError):  # none of them explains why the run failed
+                _write_reports(folder)
+            raise
+        values = _write_reports(folder)
     return RunReport(folder, outcome, steps, values)
+
+
+def _write_reports(folder: Path) -> dict[str, Any]:
+    if not (folder / "events.jsonl").stat().st_size:
+        return {}
+    write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
+    return write_report(folder)
 
 
 def _find(checkpoints: Checkpoints, resume: str | Path, config: RunConfig) -> Path:
@@ -218,7 +245,7 @@ def _generator_names(config: RunConfig) -> list[str]:
 def _workers(config: RunConfig) -> list[ProcessWorker]:
     workers, folder = config.workers, config.folder.resolve()
     colocated = config.num_generators == 0
-    threads = (workers.colocated_threads or os.cpu_count() or 1) if colocated else workers.threads
+    threads = (workers.colocated_threads or _num_cores()) if colocated else workers.threads
     targets = {"trainer": f"{_ROLES}:{'ColocatedTarget' if colocated else 'TrainerTarget'}"}
     targets |= dict.fromkeys(_generator_names(config), f"{_ROLES}:GeneratorTarget")
     unknown = sorted(set(workers.gpus) - set(targets))
@@ -276,6 +303,21 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
         except OSError:
             raise ConfigError(f"another process is running in {folder}; wait for it or choose another name") from None
         yield
+
+
+def _write_config(config: RunConfig, folder: Path) -> None:
+    """Write ``config.yaml``; one that a resume replaces with another is kept as ``config.1.yaml`` and so on."""
+    path, text = folder / "config.yaml", dump_yaml(config)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        number = next(number for number in itertools.count(1) if not (folder / f"config.{number}.yaml").exists())
+        path.rename(folder / f"config.{number}.yaml")
+        log.warning("the config differs from the one before, which is kept", kept=f"config.{number}.yaml")
+    path.write_text(text, encoding="utf-8")
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_untouched(folder: Path) -> bool:

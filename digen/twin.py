@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _MAX_TICKS = 2**53
 """Whole numbers up to it are exact as floats."""
 
+_MOST = 100_000
+"""Most micro-batches in a step, steps, and generators."""
+
 _LETTERS = {
     "B": "num_micro_batches",
     "S": "num_steps",
@@ -172,6 +175,7 @@ def simulate(durations: Durations, config: ScheduleConfig) -> Twin:
     async def main() -> None:
         scheduler = Scheduler(
             plan,
+            name="simulated",
             generators=[] if colocated else generators,
             trainer=trainer,
             config=config,
@@ -257,7 +261,8 @@ def parse_durations(text: str) -> Durations:
         if not equals or name not in _LETTERS:
             close = difflib.get_close_matches(name, _LETTERS, n=1)
             hint = f"did you mean {close[0]}=?" if close else f"known: {', '.join(_LETTERS)}"
-            raise ConfigError(f"durations: {word!r} is not of the form letter=number; {hint}")
+            what = f"unknown letter {name!r}" if equals else f"{word!r} is not of the form letter=number"
+            raise ConfigError(f"durations: {what}; {hint}")
         if name in given:
             raise ConfigError(f"durations: {name} is given twice")
         given[name] = tuple(_decimal(name, part) for part in value.split(","))
@@ -289,7 +294,7 @@ def parse_durations(text: str) -> Durations:
     )
 
 
-def profiled_durations(events: Iterable[AnyEvent], *, num_steps: int | None = None) -> Durations:
+def profiled_durations(events: Iterable[AnyEvent]) -> Durations:
     """Mean durations of a real run by worker and task, the first sample of each left out, to the millisecond.
 
     A generator that never did a task gets the others' mean. Weights are loaded in the mean time of all generators.
@@ -334,7 +339,7 @@ def profiled_durations(events: Iterable[AnyEvent], *, num_steps: int | None = No
     generate = tuple(mean(name, "generate") for name in generators)
     return Durations(
         num_micro_batches=run.num_micro_batches,
-        num_steps=num_steps or max(1, committed),
+        num_steps=max(1, committed),
         generate_s=generate,
         score_s=tuple(mean(name, "score") for name in generators),
         update_s=mean("trainer", "update"),
@@ -453,6 +458,8 @@ def _decimal(name: str, text: str) -> Decimal:
 
 
 def _count(name: str, value: Decimal) -> int:
+    if value > _MOST:
+        raise ConfigError(f"durations: {name}={value} is beyond {_MOST:,}")
     if value != value.to_integral_value() or value < 1:
         raise ConfigError(f"durations: {name}={value} must be a whole number of at least 1")
     return int(value)

@@ -239,6 +239,27 @@ class TestWorkers:
             load_config(None, [f"schedule.mode={mode}", "workers.generators=0"])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {num_steps: 7}\nrun: {name: x}\n", "'run' is given twice"),
+        ("run: {num_steps: 7, num_steps: 8}\n", "'num_steps' is given twice"),
+        ("reward: {kwargs: &a {b: *a}}\n", "aliases are not supported"),
+        ("reward: {kwargs: {x: 2020-99-99}}\n", "month must be in 1..12"),
+    ],
+)
+def test_yaml_that_hides_a_value_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_an_override_that_is_no_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"override reward\.kwargs\.x: month must be in 1\.\.12"):
+        load_config(None, ["reward.kwargs.x=2020-99-99"])
+
+
 def test_best_of_n_is_even() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.advantage\.best_of_n: best_of_n must be even .* got 3"):
         load_config(None, ["algorithm.advantage.best_of_n=3"])

@@ -42,6 +42,11 @@ def rows(step: tuple[MicroBatch, ...]) -> list[tuple[str, int]]:
     return [(piece.uid, sample) for micro_batch in step for piece, sample in micro_batch.samples()]
 
 
+def test_a_step_beyond_all_bounds_is_refused_at_once() -> None:
+    with pytest.raises(PlanError, match=r"10000000000 samples is beyond 1,000,000"):
+        Plan(["a"], num_steps=1, prompts_per_step=1, samples_per_prompt=10**10)
+
+
 def test_figure_5_of_the_paper() -> None:
     """Two generator ranks, four prompts, each sampled twice: 2 micro-batches by batch, 4 by generation."""
     batch = make(axis="batch", generator_ranks=2)

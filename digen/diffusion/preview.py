@@ -25,6 +25,10 @@ class Section:
     captions: Sequence[str]
 
 
+_MAX_HEADER = 200
+"""Characters of a header line that are drawn: about as many as fit, whatever the prompt's length."""
+
+
 def write_grid(path: Path, sections: Sequence[Section]) -> None:
     """Draw the sections below each other, eight images a row, and replace ``path`` in one go."""
     font = ImageFont.load_default(11)
@@ -34,7 +38,7 @@ def write_grid(path: Path, sections: Sequence[Section]) -> None:
     top = _GAP
     for section in sections:
         for line in section.header:
-            draw.text((_GAP, top), line, fill=(_FOREGROUND,) * 3, font=font)
+            draw.text((_GAP, top), line[:_MAX_HEADER], fill=(_FOREGROUND,) * 3, font=font)
             top += _LINE
         for position, (image, caption) in enumerate(zip(section.images, section.captions, strict=True)):
             row, column = divmod(position, _COLUMNS)

@@ -7,6 +7,7 @@ so that nobody has to reconstruct them.
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import torch
 from torch import Tensor
@@ -63,4 +64,5 @@ def trained_steps(num_steps: int, timestep_fraction: float) -> int:
 
     The last transition goes to sigma 0 without noise and has no log-probability.
     """
-    return max(1, min(int(timestep_fraction * num_steps), num_steps - 1))
+    exact = Decimal(repr(timestep_fraction)) * num_steps  # 0.29 of 100 is 29, not 28.999...
+    return max(1, min(int(exact), num_steps - 1))

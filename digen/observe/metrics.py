@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 
-from digen.events import AnyEvent, StepCommitted, remove_cut_line
+from digen.events import AnyEvent, RunStarted, StepCommitted, remove_cut_line
 
 
 class MetricsLog:
@@ -19,15 +20,22 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         if path.is_file():
             remove_cut_line(path)
+        self._path = path
         self._file = path.open("ab")
         self._encode = msgspec.json.Encoder(order="deterministic").encode
 
     def __call__(self, event: AnyEvent) -> None:
-        """Write a committed step; other events are none of its business."""
+        """Write a committed step. A run that resumes takes back the steps that it will train again."""
+        if isinstance(event, RunStarted) and event.start_step < event.num_steps:
+            self._keep_before(event.start_step)
         if isinstance(event, StepCommitted):
             head = {"step": event.step, "version": event.version, "time": event.time}
             self._file.write(self._encode(head | event.values) + b"\n")
             self._file.flush()
+
+    def _keep_before(self, step: int) -> None:
+        kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] < step]
+        self._file.truncate(sum(map(len, kept)))
 
     def close(self) -> None:
         """Close the file."""

@@ -138,7 +138,7 @@ def _start_line(event: RunStarted) -> str:
 
 def _end_line(fold: Fold, event: RunFinished) -> str:
     step_s = median_step_s(list(fold.steps.values()))
-    speed = f", {60 / step_s:.1f} steps/min" if step_s else ""
+    speed = f", {60 / step_s:.1f} steps/min (median)" if step_s else ""
     error = f": {escape_text(event.error)}" if event.error else ""
     return f"{event.outcome} after {_num_done(fold)} steps in {format_duration(fold.now)}{speed}{error}"
 

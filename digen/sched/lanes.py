@@ -118,10 +118,13 @@ class Lane:
                 result = await call(*task.argument)
             except Exception as error:
                 put(task, None, error)
-            except BaseException:
-                if not self._cancelled:  # the handle let a cancellation of its own escape
+            except BaseException as error:
+                if not self._cancelled:  # a cancellation of the handle's own, or something that is no Exception
                     name = self.worker.name
-                    put(task, None, WorkerError(f"worker {name!r} cancelled its own call", worker=name, task=task.kind))
+                    what = f"worker {name!r} let {type(error).__name__} escape: {error}"
+                    failure = WorkerError(what, worker=name, task=task.kind)
+                    failure.__cause__ = error
+                    put(task, None, failure)
                 raise
             else:
                 put(task, result, None)

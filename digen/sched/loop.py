@@ -411,7 +411,8 @@ class Scheduler:
         self._emit_despite(_task_failed(task, self._now(), str(error)))
         task.worker.task = None
         # A worker's own error names worker and task already.
-        what = str(error) if repr(task.worker.name) in str(error) else f"{describe(task)}: {error}"
+        named = repr(task.worker.name) in str(error) or describe(task) in str(error)
+        what = str(error) if named else f"{describe(task)}: {error}"
         failure = StepFailed(f"step {self._state.step} failed: {what}")
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
@@ -481,16 +482,16 @@ class Scheduler:
         self._lanes[handle.name] = Lane(
             handle, worker, inbox=self._inbox, checkpointer=self._checkpointer, loop=self._loop
         )
-        self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
         state.set_idle(worker)
         self._just_idle.append(worker)
+        self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
 
     async def _add(self, handle: Any, role: Role) -> None:
+        self._check_may_join(handle)
         await self._start_handles([handle])
-        if self.outcome != "running":
-            raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
-        if handle.name in self._lanes:
-            raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
+        self._check_may_join(handle)
+        if role == "generator" and not hasattr(self._trainer, "publish"):
+            raise ConfigError(f"trainer {self._trainer.name!r} has no method 'publish', which generators need")
         for method in needed_methods(role, scorers=bool(self._state.scorers)):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
@@ -498,8 +499,16 @@ class Scheduler:
         self._state.recount_outdated()
         self._inbox.wake()
 
+    def _check_may_join(self, handle: Any) -> None:
+        if self.outcome != "running":
+            raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
+        if handle.name in self._lanes:
+            raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
+
     def _leave(self, worker: Worker) -> None:
-        state = self._state
+        state, lane = self._state, self._lanes.get(worker.name)
+        if lane is None or lane.worker is not worker:  # a sink removed it a moment ago
+            return
         (state.generators if worker.role == "generator" else state.scorers).pop(worker.name)
         self._lanes.pop(worker.name).cancel()
         state.recount_outdated()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from digen.errors import NumericsError, ProtocolError, StalenessViolation
+from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
 from digen.events import CheckpointSaved, GroupCompleted, MicroBatchSettled, Rewarded, Sink, StepCommitted, TaskKind
 from digen.groups import Arrival, CompletedGroup
 from digen.sched.lanes import Checkpointer
@@ -91,7 +91,11 @@ class Results:
         Raises:
             ProtocolError, StalenessViolation, RewardError: it is not what the task asked for.
         """
-        return self._takers[task.kind](task, result)
+        stats = self._takers[task.kind](task, result)
+        for name, value in stats.items():
+            if not math.isfinite(value):
+                raise NumericsError(f"{describe(task)}: {name} is {value}; a worker must not let it pass")
+        return stats
 
     def follow(self, task: Task, result: Any) -> None:
         """Say what the end of ``task`` brought about."""
@@ -113,6 +117,9 @@ class Results:
 
     def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
         self._expect(task, scored, Scored)
+        for name, values in scored.heads.items():
+            if not all(map(math.isfinite, values)):
+                raise RewardError(f"{describe(task)}: reward head {name!r} is not finite: {values}")
         self._arrival = self.state.scored(self.state.ledger(task.step), task.index, tuple(scored.rewards))
         return scored.stats
 

@@ -258,8 +258,8 @@ class State:
     def scored(self, step: Step, index: int, rewards: tuple[float, ...]) -> Arrival:
         """Lines 13 to 15: rewards arrived; whole groups get advantages and their micro-batches enter UQ."""
         step.num_scored += 1
-        step.rewards[index] = rewards
         arrival = step.assembler.add(index, rewards)
+        step.rewards[index] = tuple(map(float, rewards))  # checked above; numbers of any kind become floats
         for ready in arrival.ready:
             step.kept[ready.index] = ready.num_kept
             if ready.num_kept:

@@ -140,7 +140,7 @@ def _answer(codec: WorkerCodec, target: Any, request: Request) -> tuple[bytes, l
     try:
         method: Callable[..., Any] = getattr(target, request.method)
         return codec.reply(request.id, method(*codec.arguments(request)))
-    except Exception as error:  # whatever it is belongs to the driver
+    except BaseException as error:  # whatever it is belongs to the driver, even a call of sys.exit
         traceback.print_exception(error)
         return codec.failure(request.id, error), []
 

@@ -171,4 +171,8 @@ class Pool:
         await self._close()
 
     async def _close(self) -> None:
+        while self._waiting:
+            method, turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(WorkerError(f"the pool was closed while {method!r} waited for a worker"))
         await asyncio.gather(*(worker.aclose() for worker in self.workers if hasattr(worker, "aclose")))

@@ -86,7 +86,11 @@ def test_a_module_that_fails_to_import_says_why(plugin: Path) -> None:
         ([float("inf"), 0.5], "reward 'r' is inf for sample s0p0/0"),
         ([0.5], r"reward 'r' gave 1 values for 2 samples \(s0p0/0 \.\. s0p0/1\)"),
         (None, r"reward 'r' failed on samples s0p0/0 \.\. s0p0/1: TypeError"),
-        (["high", 1], r"reward 'r' failed .* ValueError: could not convert"),
+        (["high", 1], r"reward 'r' failed .* 'high' is not a real number"),
+        ("12", "it returned a str, not a sequence of numbers"),
+        ({0.1, 0.2}, "it returned a set, not a sequence of numbers"),
+        ({"a": 1, "b": 2}, "it returned a dict, not a sequence of numbers"),
+        ([1j, 1], "1j is not a real number"),
     ],
 )
 def test_an_answer_that_is_not_one_finite_number_each_is_an_error(answer: Any, message: str) -> None:

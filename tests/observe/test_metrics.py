@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from digen.events import AnyEvent, StepCommitted
+from digen.events import AnyEvent, RunStarted, StepCommitted
 from digen.observe.metrics import MetricsLog
 
 FakeRuns = Callable[..., list[AnyEvent]]
@@ -36,3 +36,17 @@ def test_a_resumed_run_appends_whole_lines(tmp_path: Path) -> None:
         {"step": 0},
         {"reward/mean": None, "step": 1, "time": 1.0, "version": 2},
     ]
+
+
+def test_a_run_that_goes_back_takes_its_later_steps_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step":{step}}}\n' for step in range(6)))
+    with MetricsLog(path) as log:
+        log(
+            RunStarted(
+                0.0, num_steps=8, start_step=4, num_micro_batches=2, window=1, stale_limit=0, sync="pull",
+                update_order="index", tag="never", barrier=False,
+            )
+        )  # fmt: skip
+        log(StepCommitted(1.0, 4, 5, {}))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]

@@ -193,6 +193,14 @@ def test_another_run_is_refused_and_not_passed_over(tmp_path: Path, changes: dic
         assert "no usable" not in str(caught.value)
 
 
+def test_another_optimizer_or_precision_is_refused(tmp_path: Path) -> None:
+    settings = {"optimizer.name": "adamw", "model.dtype": "float32"}
+    asyncio.run(checkpoints(tmp_path, settings=settings).save(FakeTrainer(), 1))
+    assert checkpoints(tmp_path, settings=settings).find("latest")[1].settings == settings
+    with pytest.raises(CheckpointError, match=r"written with optimizer\.name=adamw, the config has sgd"):
+        checkpoints(tmp_path, settings=settings | {"optimizer.name": "sgd"}).find("latest")
+
+
 def test_everything_is_on_the_device_before_the_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     rename = Path.rename

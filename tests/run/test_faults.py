@@ -121,7 +121,10 @@ def test_interrupts(site: Site, undisturbed: Site) -> None:
     command.wait_until(lambda: len(command.workers()) == 2)
     command.send(signal.SIGINT)
     assert command.wait(10) == 130
-    assert lines(command) == ["digen: interrupted", "nothing was trained; the same command starts again"]
+    assert lines(command) == [
+        "digen: interrupted",
+        "nothing was trained; the same command starts again, once what went wrong is mended",
+    ]
     assert not command.workers()
     refused = site.start("--resume", "latest", **slow)
     assert refused.wait() == 2

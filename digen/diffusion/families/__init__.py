@@ -28,6 +28,8 @@ class FamilyInfo:
     """The embedded model's folder, used when ``model.path`` is not set."""
     prompts: Path | None = None
     """The embedded prompts, used when ``prompts.source`` is not set."""
+    metadata: tuple[str, ...] = ()
+    """What every prompt's metadata must hold."""
     judge: str | None = None
     """``module:attribute`` of an independent judge that evaluation uses, or ``None``."""
 
@@ -38,6 +40,7 @@ FAMILIES: dict[str, FamilyInfo] = {
         extras=("diffusion", "demo"),
         model=_ASSETS / "digits",
         prompts=_ASSETS / "digits" / "prompts.jsonl",
+        metadata=("label",),
         judge="digen.diffusion.rewards.classifier:Judge",
     )
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
+
+import numpy as np
 
 from digen.config import RewardSection
 from digen.diffusion.families.base import Images
@@ -54,6 +56,18 @@ def build_callable(target: str, kwargs: dict[str, Any]) -> RewardFunction:
     return bound
 
 
+def _sequence(answer: Any) -> Any:
+    if isinstance(answer, str | bytes | Mapping | Set):
+        raise TypeError(f"it returned a {type(answer).__name__}, not a sequence of numbers")
+    return answer
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or np.iscomplexobj(value):
+        raise TypeError(f"{value!r} is not a real number")
+    return float(value)
+
+
 def compute_rewards(
     name: str, reward: RewardFunction, images: Images, prompts: Sequence[Prompt], samples: Sequence[str]
 ) -> tuple[float, ...]:
@@ -64,7 +78,7 @@ def compute_rewards(
     """
     where = samples[0] if len(samples) == 1 else f"{samples[0]} .. {samples[-1]}"
     try:
-        values = tuple(float(value) for value in reward(images, prompts))
+        values = tuple(_number(value) for value in _sequence(reward(images, prompts)))
     except Exception as error:
         raise RewardError(f"reward {name!r} failed on samples {where}: {type(error).__name__}: {error}") from error
     if len(values) != len(samples):
