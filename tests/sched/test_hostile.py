@@ -113,3 +113,16 @@ def test_a_worker_that_may_not_join_is_not_started() -> None:
 
     run_virtual(main())
     assert not started
+
+
+@pytest.mark.parametrize("name", ["drain", "stop", "statistics"])
+def test_a_scheduler_that_was_not_entered_says_so(name: str) -> None:
+    async def main() -> None:
+        plan = Plan(["a"], num_steps=1, prompts_per_step=1, samples_per_prompt=1)
+        scheduler = Scheduler(plan, generators=[SimWorker("g")], trainer=SimWorker("t"))
+        with pytest.raises(ConfigError, match="enter the scheduler first"):
+            getattr(scheduler, name)()
+        with pytest.raises(ConfigError, match="enter the scheduler first"):
+            await scheduler.add_generator(SimWorker("late"))
+
+    run_virtual(main())
