@@ -283,7 +283,8 @@ class WorkersSection(_Model):
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
     colocated_threads: Annotated[int, Field(ge=1)] | None = None
-    """Torch threads of the single worker of mode colocated. Default: all cores."""
+    """Torch threads of the single worker of mode colocated. Default: all cores. Where others use the cores too, set
+    OMP_WAIT_POLICY=PASSIVE in the environment: OpenMP threads that spin on a shared core are many times slower."""
     gpus: dict[str, tuple[int, ...]] = {}
     """CUDA devices by worker name, for example {gen0: [0], trainer: [1]}."""
     offload: bool = False

@@ -463,8 +463,6 @@ def _environment(name: str, gpus: tuple[int, ...], threads: int, extra: Mapping[
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         env[variable] = str(threads)
-    # OpenMP threads that spin while they wait make a shared core many times slower.
-    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     paths = [path or str(Path.cwd()) for path in sys.path]
     if "PYTHONPATH" in extra:
         paths.insert(0, extra["PYTHONPATH"])
