@@ -1,6 +1,6 @@
 """Does the main job learn, and how fast? The run of ``make demo`` for several seeds.
 
-    python experiments/demo.py [--seeds 0 1]     about two minutes a seed on two cores
+    python experiments/demo.py [--seeds 0 1]     about one minute a seed on two cores
 
 Prints the mean reward of the first and last step, when a step's mean first reached 0.90 in seconds of training, and the
 class accuracy of held-out ODE samples before and after, judged by a classifier that the reward never saw.

@@ -1,6 +1,6 @@
 """How fast is each mode? The digits job with real processes, all modes in one run.
 
-    python experiments/modes.py [--steps 8] [--repeats 3] [--json PATH]     about 10 minutes on two cores
+    python experiments/modes.py [--steps 8] [--repeats 3] [--json PATH]     about 7 minutes on two cores
 
 Generation and update are balanced here (4 of 8 denoising steps are trained), a group fills one micro-batch, B = 10.
 Every row does the same work; ``x naive`` is the ratio of its steps per minute to naive's, medians over interleaved
@@ -23,6 +23,7 @@ from typing import Any
 import digen
 from digen.config import RunConfig
 from digen.events import read_events
+from digen.observe.advice import LINEAR_NOTE
 from digen.sched import check
 
 BALANCED = {
@@ -77,6 +78,7 @@ def main() -> None:
     print()
     lines = table(measured)
     print("\n".join(lines))
+    print(f"\n{LINEAR_NOTE}")
     if options.json:
         result = {row: {"steps_per_minute": m.steps_per_minute, "report": m.reports[-1]} for row, m in measured.items()}
         options.json.write_text(json.dumps(result, indent=1))

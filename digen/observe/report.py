@@ -28,12 +28,11 @@ TIMELINE_SPANS = 3000
 """Most tasks and bubbles in the timeline; with many workers it shows less time instead of growing."""
 
 
-def build_report(events: Iterable[AnyEvent], *, compare: bool = False) -> dict[str, Any]:
+def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
     """Everything worth knowing about a run, as plain dicts, lists, strings and numbers.
 
     Args:
         events: the stream, complete or not; times of resumed segments are laid end to end.
-        compare: the report will stand beside another mode's, so the note on colocation belongs to it.
     """
     spans: deque[Span] = deque(maxlen=TIMELINE_SPANS)
     fold = Fold.of(events, spans.append)
@@ -70,13 +69,13 @@ def build_report(events: Iterable[AnyEvent], *, compare: bool = False) -> dict[s
         },
         "checkpoint": {"version": fold.checkpoint.version, "path": fold.checkpoint.path} if fold.checkpoint else None,
         "advice": advise(fold),
-        "notes": [LINEAR_NOTE] if colocated or compare else [],
+        "notes": [LINEAR_NOTE] if colocated else [],
         "steps": [_step(summary) for summary in steps],
         "timeline": _timeline(fold, steps, spans),
     }
 
 
-def write_report(folder: Path, *, compare: bool = False) -> dict[str, Any]:
+def write_report(folder: Path) -> dict[str, Any]:
     """Read a run's ``events.jsonl``, ``config.yaml`` and ``samples/*.png``; write the reports.
 
     They are ``report.json`` (also returned), ``report.html``, one page that loads nothing from anywhere, and
@@ -88,7 +87,7 @@ def write_report(folder: Path, *, compare: bool = False) -> dict[str, Any]:
     """
     from digen.observe.page import render, reward_plot
 
-    report = build_report(read_events(folder / "events.jsonl"), compare=compare)
+    report = build_report(read_events(folder / "events.jsonl"))
     config = folder / "config.yaml"
     config_text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
     images = sorted((folder / "samples").glob("*.png"))
