@@ -8,6 +8,7 @@ without starting a worker is found here or in :mod:`digen.plan`.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -33,9 +34,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 if TYPE_CHECKING:
     Share = Decimal | float
+    Positive = Decimal | float
+    NotNegative = Decimal | float
+    Curve = tuple[tuple[int, Decimal], ...]
 else:
     # Floats are taken, as the decimal that they print; inside it is always a Decimal.
     Share = Annotated[Decimal, Field(ge=0, le=1)]
+    Positive = Annotated[Decimal, Field(gt=0)]
+    NotNegative = Annotated[Decimal, Field(ge=0)]
+    Curve = tuple[tuple[Annotated[int, Field(ge=1)], Positive], ...]
 
 
 class _Model(BaseModel):
@@ -56,7 +63,9 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """Trainer-assisted generation: never, static(k), greedy, threshold, search (the paper's BTS) or tag_first."""
+    """Trainer-assisted generation: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
+    lazy_switch: bool = False
+    """Keep the trainer switched between assists that follow each other, instead of one switch there and back for each."""
     sync: Literal["hold", "pull"] = "pull"
     """Weight sync: hold (the paper: everybody stops, then loads) or pull (each generator loads on its own)."""
     update_order: Literal["index", "ready"] = "index"
@@ -118,7 +127,7 @@ class ScheduleConfig(_Model):
         return str(self._resolved("tag"))
 
 
-_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, tag_first"
+_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, tag_first, horizon"
 
 
 def parse_tag(text: str) -> tuple[str, int | None]:
@@ -127,7 +136,7 @@ def parse_tag(text: str) -> tuple[str, int | None]:
     Raises:
         ValueError: it is none of them.
     """
-    match = re.fullmatch(r"(never|greedy|threshold|search|tag_first)|static\((\d+)\)", text.strip())
+    match = re.fullmatch(r"(never|greedy|threshold|search|tag_first|horizon)|static\((\d+)\)", text.strip())
     if match is None:
         raise ValueError(f"unknown TAG policy {text!r}; known: {_POLICIES}")
     if match[1]:
@@ -328,6 +337,127 @@ class ObserveSection(_Model):
     """Level of digen's own log."""
 
 
+def _points(text: str) -> tuple[tuple[int, Decimal], ...]:
+    return tuple((int(gpus), Decimal(throughput)) for gpus, throughput in map(str.split, text.split(",")))
+
+
+class GpuType(_Model):
+    """A type of GPU, beside the one that the durations in ``costs`` stand for."""
+
+    generate: Positive = Decimal(1)
+    """Speed of generations, scores and assists, in that GPU's."""
+    update: Positive = Decimal(1)
+    """Speed of updates and optimizer steps, in that GPU's."""
+    memory_gib: Positive | None = None
+    """Memory of one, in GiB. Needed with costs.memory."""
+
+
+class ScalingSection(_Model):
+    """How the throughput of a group grows with its GPUs: points (GPUs, throughput), straight lines between them.
+
+    The defaults are assumed, in the shape that the paper describes (2.2, Fig. 3, which prints no numbers): a trainer
+    is bound by compute and scales, a generator goes through its denoising steps one by one and saturates.
+    """
+
+    generate: Curve = _points("1 1, 2 1.9, 4 3.4, 8 6, 16 9, 32 12")
+    """Generations, scores and assists. Only ratios matter; groups beyond the last point are not considered."""
+    update: Curve = _points("1 1, 2 1.95, 4 3.8, 8 7.4, 16 14, 32 26")
+    """Updates and optimizer steps."""
+
+    @field_validator("generate", "update")
+    @classmethod
+    def _rising(cls, value: tuple[tuple[int, Decimal], ...]) -> tuple[tuple[int, Decimal], ...]:
+        if not value:
+            raise ValueError("a curve needs at least one point [GPUs, throughput]")
+        for (fewer, slower), (more, faster) in itertools.pairwise(value):
+            if more <= fewer:
+                raise ValueError(f"the points must be in the order of their GPUs, got {more} after {fewer}")
+            if faster < slower:
+                raise ValueError(f"{more} GPUs are slower ({faster}) than {fewer} ({slower}); leave that point out")
+        return value
+
+
+class MemorySection(_Model):
+    """What has to fit on a GPU: arithmetic, not a measurement. Without ``parameters_b`` nothing is checked."""
+
+    parameters_b: Positive | None = None
+    """Parameters of the policy, in billions."""
+    trainable_share: Share = Decimal(1)
+    """Share of them that is trained: 1 for all, less for LoRA."""
+    weight_bytes: NotNegative = Decimal(2)
+    """Bytes of a parameter."""
+    gradient_bytes: NotNegative = Decimal(4)
+    """Bytes of a trained parameter's gradient."""
+    optimizer_bytes: NotNegative = Decimal(12)
+    """Bytes that the optimizer keeps of a trained parameter: Adam with float32 master weights 12, with an EMA 16."""
+    activation_gib: NotNegative | None = None
+    """GiB that one sample at one timestep needs in an update's forward and backward."""
+    generation_gib: NotNegative | None = None
+    """GiB that one sample needs while it is generated and scored."""
+    reserve_gib: NotNegative = Decimal(2)
+    """GiB of every GPU for the runtime, communication buffers and fragmentation."""
+    shard_generators: bool = False
+    """Whether each GPU of a generator group holds a part of the weights, and not all of them. Trainers always do."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        missing = [name for name in ("activation_gib", "generation_gib") if getattr(self, name) is None]
+        if self.parameters_b is not None and missing:
+            raise ValueError(f"{' and '.join(missing)} must be given with parameters_b")
+        return self
+
+
+class CostsSection(_Model):
+    """Where durations come from before anything ran (``digen simulate``, ``digen plan``), and what GPUs can do.
+
+    One of ``model``, ``durations`` and ``profile`` is the source. Training reads nothing here.
+    """
+
+    model: Literal["hunyuan_video", "wan2.1"] | None = None
+    """A calibrated cost model: a fit to the paper's speed-ups, not a measurement. Its unit is one denoising step."""
+    gpus: Literal[16, 32] | None = None
+    """GPUs that the calibrated model stands for, half of them in the generator group. Default: 16."""
+    durations: str | None = None
+    """Seconds as ``digen simulate --durations`` takes them, without B, S, G and T, for example 'g=10 r=1 u=5 h=12'."""
+    note: str | None = None
+    """Where the given durations come from; shown beside what is computed from them."""
+    profile: Path | None = None
+    """Folder of a run of the same job, whose mean durations are taken."""
+    generator_gpus: Annotated[int, Field(ge=1)] | None = None
+    """GPUs of each generator group in the given or profiled durations. Default: 1."""
+    trainer_gpus: Annotated[int, Field(ge=1)] | None = None
+    """GPUs of the trainer in the given or profiled durations. Default: 1."""
+    tsp_share: Share | None = None
+    """Share of a sequential update's time that is left with all timesteps in one forward. Without it ``digen plan``
+    keeps algorithm.tsp_chunk; a calibrated model has its own."""
+    fixed_share: Share = Decimal("0.1")
+    """Share of a generation's and an update's time that stays when the micro-batch gets smaller; assumed."""
+    types: dict[str, GpuType] = {}
+    """GPU types by name, for ``digen plan --gpus 'NAME=8,OTHER=8'``."""
+    scaling: ScalingSection = ScalingSection()
+    """Stage scaling."""
+    memory: MemorySection = MemorySection()
+    """What has to fit."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("model", "durations", "profile") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; durations come from one of them")
+        allowed = {"gpus": "model", "note": "durations"}
+        for name, source in allowed.items():
+            if getattr(self, name) is not None and source not in given:
+                raise ValueError(f"{name} says something only beside costs.{source}")
+        for name in ("generator_gpus", "trainer_gpus", "tsp_share"):
+            if getattr(self, name) is not None and given in ([], ["model"]):
+                raise ValueError(f"{name} says something only beside costs.durations or costs.profile")
+        if self.memory.parameters_b is not None:
+            missing = [name for name, kind in self.types.items() if kind.memory_gib is None]
+            if missing:
+                raise ValueError(f"types.{missing[0]}.memory_gib must be given with memory.parameters_b")
+        return self
+
+
 class RunConfig(_Model):
     """A whole run, as ``digen train`` takes it."""
 
@@ -344,6 +474,7 @@ class RunConfig(_Model):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()
+    costs: CostsSection = CostsSection()
 
     @model_validator(mode="after")
     def _workers_fit_mode(self) -> Self:

@@ -11,10 +11,20 @@ import math
 from typing import NamedTuple
 
 from digen.errors import ConfigError
-from digen.sched.model import Instance
+from digen.events import TaskKind
+from digen.sched.model import Instance, Run
 
 IDLE, GENERATE, SCORE, AHEAD, LATER, LOAD, UPDATE, SWITCH_IN, ASSIST, SWITCH_OUT = range(10)
 """What a group does: AHEAD generates and LATER scores a micro-batch of a later step (TCSS)."""
+
+_KINDS: dict[TaskKind, int] = {
+    "generate": GENERATE,
+    "score": SCORE,
+    "load": LOAD,
+    "update": UPDATE,
+    "assist": ASSIST,
+    "switch": SWITCH_OUT,
+}
 
 
 class Running(NamedTuple):
@@ -287,3 +297,40 @@ class StepModel:
                 elif generating == AHEAD:
                     later += 1
                 generating, generator_end = IDLE, math.inf
+
+
+def compress(run: Run, trainer: int) -> StepState:
+    """The current step of a run at a bubble of trainer group ``trainer``.
+
+    Micro-batches of the step are pending then, so that nothing of a later step has begun.
+    """
+    instance, number = run.instance, run.step
+    step, size = run.ledger(number), instance.num_micro_batches
+    indexed = instance.order == "index"
+    tasks = []
+    for end, _, worker in sorted(run.running, key=lambda item: item[1]):
+        task = run.busy[worker]
+        assert task is not None  # noqa: S101 - it runs
+        kind, index = _KINDS[task.kind], task.index if indexed and task.index >= 0 else 0
+        if kind == SWITCH_OUT and (program := run.trainers[worker - run.num_generators].program):
+            kind, index = SWITCH_IN, program[0][1] * indexed
+        tasks.append(Running(end - run.now, worker, kind, index))
+    if not indexed:
+        tasks.sort(key=lambda task: task.worker)
+    held = [
+        task.version if task is not None and task.kind == "load" else version
+        for task, version in zip(run.busy, run.versions, strict=False)
+    ]
+    later_steps = min(instance.window, instance.num_steps - number) - 1
+    limit = instance.stale_limit
+    return StepState(
+        pending=len(step.pending),
+        queue=tuple(index * indexed for owner, _, index in sorted(run.queue) if owner == number),
+        ready=sum(1 << (index - step.num_started if indexed else place) for place, index in enumerate(step.ready)),
+        updates=size - step.num_started,
+        ahead=size * later_steps if limit >= size else limit * (later_steps > 0),
+        outdated=sum(1 << worker for worker, version in enumerate(held) if version != number),
+        closed=sum(1 << other for other, one in enumerate(run.trainers) if one.asked and other != trainer),
+        switched=sum(1 << other for other, one in enumerate(run.trainers) if one.switched),
+        running=tuple(tasks),
+    )

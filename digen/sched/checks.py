@@ -73,6 +73,7 @@ def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any)
         max_generating=config.max_generating,
         assists=hasattr(trainer, "generate") and policy.name != "never",
         switches=hasattr(trainer, "switch"),
+        lazy_switch=config.lazy_switch,
     )
 
 

@@ -20,7 +20,7 @@ from digen.events import TaskKind
 from digen.sched.bubbles import GENERATE, LOAD, SCORE, Running, StepModel, StepState
 from digen.sched.model import Instance
 from digen.sched.search import search, tag_first
-from digen.sched.state import State, Step, Worker
+from digen.sched.state import State, Step, Worker, measured_as
 from digen.sched.tag import Bubble, Decision, Policy, measuring
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ as long. That is up to ten milliseconds for 128 micro-batches; beyond it the bes
 _KINDS: dict[TaskKind, int] = {"generate": GENERATE, "score": SCORE, "load": LOAD}
 """What generators do, in the model's terms."""
 
-_NUM_REMEMBERED = 1024
+NUM_REMEMBERED = 1024
 """Situations whose answer a policy remembers."""
 
 _SOON_S = 1e-6
@@ -45,15 +45,14 @@ _SOON_S = 1e-6
 def searching(max_nodes: int = MAX_NODES) -> Policy:
     """The paper's bubble-triggered search (BTS): the first decision of Algorithm 2's best plan."""
 
-    @lru_cache(_NUM_REMEMBERED)
+    @lru_cache(NUM_REMEMBERED)
     def compute(instance: Instance, state: StepState) -> Decision:
-        if not _at_bubble(instance, state):
+        if not at_bubble(instance, state):
             return Decision(assist=False, reason="the model sees no bubble here")
-        limit = max_nodes if instance.num_generators == 1 else max(1, max_nodes // 4)
-        strategy = search(instance, state, max_nodes=limit)
-        assists = sum(strategy.decisions)
-        kind = "best" if strategy.exact else f"best of {strategy.num_nodes} moves"
-        return Decision(strategy.decisions[0], f"{kind}: {assists} more assists, last update in {strategy.value:.6g} s")
+        plan = search(instance, state, max_nodes=node_limit(instance, max_nodes))
+        kind = "best" if plan.exact else f"best of {plan.num_nodes} moves"
+        reason = f"{kind}: {sum(plan.decisions)} more assists, last update in {plan.value:.6g} s"
+        return Decision(plan.decisions[0], reason, predicted_s=plan.value)
 
     def decide(bubble: Bubble) -> Decision:
         situation = bubble.situation()
@@ -65,10 +64,11 @@ def searching(max_nodes: int = MAX_NODES) -> Policy:
 def tag_first_policy() -> Policy:
     """The best number of assists before the step's first update, none after it; computed anew before each."""
 
-    @lru_cache(_NUM_REMEMBERED)
+    @lru_cache(NUM_REMEMBERED)
     def compute(instance: Instance, state: StepState) -> Decision:
         value, n = tag_first(instance, state)
-        return Decision(n > 0, f"{n} more assists before the first update, last update in {value:.6g} s")
+        reason = f"{n} more assists before the first update, last update in {value:.6g} s"
+        return Decision(n > 0, reason, predicted_s=value)
 
     def decide(bubble: Bubble) -> Decision:
         if bubble.num_updated:
@@ -79,35 +79,73 @@ def tag_first_policy() -> Policy:
     return Policy("tag_first", decide, assists_before_update=2**31)
 
 
+def node_limit(instance: Instance, max_nodes: int) -> int:
+    """Moves that a decision may simulate: fewer where each of them takes longer."""
+    return max_nodes if instance.num_generators == instance.num_trainers == 1 else max(1, max_nodes // 4)
+
+
 def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[Instance, StepState] | None:
     """The live state as the model sees it, or ``None`` while a duration that it needs is unknown."""
-    generators = sorted(state.generators.values(), key=lambda worker: worker.position)
+    instance = measured(state, profile)
+    if instance is None:
+        return None
+    return instance, _compress(
+        state, step, _in_order(state), lambda worker, kind: _mean(profile, worker, kind) or 0.0, now
+    )
 
-    def mean(worker: Worker, kind: TaskKind) -> float | None:
-        own = profile.mean(worker.name, kind)
-        return own if own is not None else profile.mean(worker.role, kind)
 
-    generate = [mean(worker, "generate") for worker in generators]
-    score = [0.0 if state.scorers else mean(worker, "score") for worker in generators]
+def measured(state: State, profile: Profile) -> Instance | None:
+    """The durations measured so far and the rules of the run, or ``None`` while a duration is unknown."""
+    generators = _in_order(state)
+    generate = [_mean(profile, worker, "generate") for worker in generators]
+    score = [0.0 if state.scorers else _mean(profile, worker, "score") for worker in generators]
     update, assist = profile.mean("trainer", "update"), profile.mean("trainer", "assist")
     if update is None or assist is None or None in generate or None in score:
         return None
-    size, rules = len(step.micro_batches), state.rules
-    instance = Instance(
-        num_micro_batches=size,
+    rules = state.rules
+    return Instance(
+        num_micro_batches=state.plan.num_micro_batches,
         generate_s=tuple(value for value in generate if value is not None),
         score_s=tuple(value for value in score if value is not None),
         update_s=(update,),
         assist_s=(assist,),
         switch_in_s=(profile.mean("trainer", "switch_in") or 0.0,),
         switch_out_s=(profile.mean("trainer", "switch_out") or 0.0,),
+        commit_s=(profile.mean("trainer", "commit") or 0.0) + (profile.mean("trainer", "publish") or 0.0),
         load_s=profile.mean("generator", "load") or 0.0,
         window=rules.window,
         stale_limit=rules.stale_limit,
         sync="hold" if rules.hold else "pull",
         order="index" if rules.index_order else "ready",
+        lazy_switch=rules.lazy_switch,
     )
-    return instance, _compress(state, step, generators, lambda worker, kind: mean(worker, kind) or 0.0, now)
+
+
+def _in_order(state: State) -> list[Worker]:
+    return sorted(state.generators.values(), key=lambda worker: worker.position)
+
+
+def _mean(profile: Profile, worker: Worker, kind: TaskKind) -> float | None:
+    """The worker's own mean, or else its role's."""
+    own = profile.mean(worker.name, kind)
+    return own if own is not None else profile.mean(worker.role, kind)
+
+
+def until_commit(state: State, profile: Profile, now: float) -> float | None:
+    """Predicted time until the trainer has committed the current step; ``None`` while no update has been measured."""
+    update, task = profile.mean("trainer", "update"), state.trainer.task
+    if update is None:
+        return None
+    left: float = 0
+    if task is not None:
+        left = max(0, task.started + (profile.mean("trainer", task.measured_as) or 0) - now)
+        if task.kind == "commit":
+            return left
+    for kind, argument in state.trainer_program:
+        left += profile.mean("trainer", measured_as(kind, argument)) or 0
+    step = state.current
+    num_updates = len(step.micro_batches) - len(step.settled) - (task is not None and task.kind == "update")
+    return left + num_updates * update + (profile.mean("trainer", "commit") or 0)
 
 
 def _compress(
@@ -144,10 +182,12 @@ def _compress(
         updates=size - (first if indexed else len(step.settled)),
         ahead=size * later_steps if limit >= size else limit * (later_steps > 0),
         outdated=outdated,
+        switched=int(state.switched),
         running=tuple(task for _, task in running),
     )
 
 
-def _at_bubble(instance: Instance, state: StepState) -> bool:
+def at_bubble(instance: Instance, state: StepState) -> bool:
+    """Whether the model sees a bubble where the scheduler does."""
     elapsed, bubble = StepModel(instance).advance(state)
     return elapsed == 0 and bubble is not None

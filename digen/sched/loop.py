@@ -51,14 +51,14 @@ from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import within_bound
 from digen.sched.checks import check_handles, needed_methods, rules_from
 from digen.sched.lanes import Checkpointer, Inbox, Lane
-from digen.sched.lookahead import situation
+from digen.sched.lookahead import measured, situation, until_commit
 from digen.sched.meter import Meter
-from digen.sched.profile import Kind, Profile
+from digen.sched.profile import Profile
 from digen.sched.results import Results, describe
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
-from digen.sched.tag import Decision, Durations, Policy, policy_from
+from digen.sched.tag import Decision, Durations, Policy, StaleStart, policy_from
 from digen.types import Payload, Publication, StepReport
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class Scheduler:
         if start_step < plan.num_steps:
             GroupAssembler(plan.step(start_step), self._advantage)
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
+        self._gate = self._ask_gate if self._policy.gate is not None else None
         self._story = Story()
         self._sinks: tuple[Sink, ...] = (self._story.remember, *sinks)
         self._emit = fan_out(self._sinks)
@@ -286,7 +287,7 @@ class Scheduler:
                     if self._inbox:
                         self._apply(self._inbox.take())
                         continue
-                while (task := select(state)) is not None:  # 5-9
+                while (task := select(state, self._gate)) is not None:  # 5-9
                     self._launch(task)
                 if bubble_emerges(state, self._policy):
                     await asyncio.sleep(0)  # let lanes run: a task of no length makes no bubble
@@ -334,7 +335,7 @@ class Scheduler:
                 stats = self._results.take(task, result)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
-            self._profile.add(task.worker.name, task.worker.role, _profiled_kind(task), now - task.started)
+            self._profile.add(task.worker.name, task.worker.role, task.measured_as, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
             event = TaskFinished(
@@ -371,7 +372,7 @@ class Scheduler:
         now = self._now()
         bubble = describe_bubble(state, step, self._durations(), lambda: situation(state, step, self._profile, now))
         decision = self._policy.decide(bubble)
-        self._meter.decided(assist=decision.assist)
+        self._meter.decided(decision, now, self._now() - now, self._profile.mean("trainer", "commit"))
         self._emit(
             TagDecided(
                 self._now(),
@@ -384,6 +385,13 @@ class Scheduler:
             )
         )
         return decision
+
+    def _ask_gate(self, step: int) -> bool:
+        """Ask the TAG policy about a stale start."""
+        assert self._policy.gate is not None  # noqa: S101 - the caller checked
+        state, profile = self._state, self._profile
+        until_commit_s = until_commit(state, profile, self._now())
+        return self._policy.gate(StaleStart(step, until_commit_s, lambda: measured(state, profile)))
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------
 
@@ -585,12 +593,6 @@ class Scheduler:
         owned, self._owned = self._owned, []
         closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
         await asyncio.gather(*closers, return_exceptions=True)
-
-
-def _profiled_kind(task: Task) -> Kind:
-    if task.kind != "switch":
-        return task.kind
-    return "switch_in" if task.argument == ("generate",) else "switch_out"
 
 
 def _task_failed(task: Task, now: float, error: str) -> TaskFailed:

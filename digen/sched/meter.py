@@ -15,6 +15,7 @@ from digen.events import Role, TaskKind
 if TYPE_CHECKING:
     from digen.groups import CompletedGroup
     from digen.sched.state import Step, Task, Worker
+    from digen.sched.tag import Decision
 
 
 class Meter:
@@ -30,6 +31,8 @@ class Meter:
         self._present_s: dict[Role, float] = defaultdict(float)
         self._tag = {"inserted": 0, "skipped": 0}
         self._published_bytes = 0
+        self._search_s = 0.0
+        self._predicted_s: float | None = None
 
     def finished(self, task: Task, now: float) -> None:
         """A task ended."""
@@ -40,9 +43,12 @@ class Meter:
         """A worker takes part no more."""
         self._present_s[worker.role] += now - max(worker.joined, self._start)
 
-    def decided(self, *, assist: bool) -> None:
-        """A TAG policy was asked."""
-        self._tag["inserted" if assist else "skipped"] += 1
+    def decided(self, decision: Decision, now: float, search_s: float, commit_s: float | None) -> None:
+        """A TAG policy was asked and took ``search_s`` to answer; the next commit is expected to take ``commit_s``."""
+        self._tag["inserted" if decision.assist else "skipped"] += 1
+        self._search_s += search_s
+        if self._predicted_s is None and decision.predicted_s is not None and commit_s is not None:
+            self._predicted_s = now - self._start + decision.predicted_s + commit_s
 
     def published(self, nbytes: int) -> None:
         """Weights were published."""
@@ -80,9 +86,12 @@ class Meter:
             "tag/inserted": self._tag["inserted"],
             "tag/skipped": self._tag["skipped"],
             "tag/context_switch_s": self._kind_s["switch"],
+            "tag/search_ms": 1000 * self._search_s,
             "weight_sync/bytes": self._published_bytes,
             "weight_sync/seconds": self._kind_s["publish"] + self._kind_s["load"],
         }
+        if self._predicted_s is not None:
+            values["pipeline/makespan_predicted_s"] = self._predicted_s
         for role, present_s in self._present_s.items():
             if present_s > 0:
                 values[f"pipeline/bubble_ratio/{role}"] = 1 - self._busy_s[role] / present_s

@@ -15,16 +15,19 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
 from digen.errors import ConfigError
 from digen.events import TaskKind
 from digen.sched.admission import admits
-from digen.sched.tag import Bubble, Decision, Durations, Policy
+from digen.sched.tag import Bubble, Decision, Durations, Policy, StaleStart
+
+if TYPE_CHECKING:
+    from digen.sched.bubbles import StepState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,10 @@ def scripted(decisions: Iterable[bool]) -> Policy:
 
 def simulate(instance: Instance, policy: Policy) -> Trace:
     """Play a whole run. ``policy`` is asked once per emerging bubble, as by the scheduler."""
-    return _Run(instance, policy).play()
+    run = Run(instance, policy)
+    while not run.finished:
+        run.play_instant()
+    return Trace(tuple(run.tasks), tuple(run.step_ends), max(task.end for task in run.tasks))
 
 
 @dataclass
@@ -174,7 +180,9 @@ class _Trainer:
         self.switched = False
 
 
-class _Run:
+class Run:
+    """A run under way. :func:`simulate` plays it to its end, :mod:`digen.sched.steady` until it repeats itself."""
+
     def __init__(self, instance: Instance, policy: Policy) -> None:
         self.instance, self.policy = instance, policy
         self.num_generators, self.num_trainers = instance.num_generators, instance.num_trainers
@@ -197,19 +205,42 @@ class _Run:
         self.tasks: list[Task] = []
         self.step_ends: list[float] = []
 
-    def play(self) -> Trace:
-        while not self.finished:
-            if not self._sync():
-                self._serve_generators()
-                if not (self._instant and self._bubble_emerges):
-                    self._serve_trainers()
-            self.now = self.running[0][0]
-            ended = []
-            while self.running and self.running[0][0] == self.now:
-                ended.append(heapq.heappop(self.running)[2])
-            for worker in ended:
-                self._complete(worker)
-        return Trace(tuple(self.tasks), tuple(self.step_ends), max(task.end for task in self.tasks))
+    def play_instant(self) -> None:
+        """Give work to everybody idle, go to the next time at which something ends, and let it end."""
+        if not self._sync():
+            self._serve_generators()
+            if not (self._instant and self._bubble_emerges):
+                self._serve_trainers()
+        self.now = self.running[0][0]
+        ended = []
+        while self.running and self.running[0][0] == self.now:
+            ended.append(heapq.heappop(self.running)[2])
+        for worker in ended:
+            self._complete(worker)
+
+    def boundary(self) -> Hashable:
+        """Everything that decides the future, relative to now and to the current step: equal ones have equal futures.
+
+        Meant for the instant at which a step was committed.
+        """
+        step, now = self.step, self.now
+        busy = tuple(
+            None if task is None else (task.kind, task.step - step, task.index, task.version - step, task.end - now)
+            for task in self.busy
+        )
+        steps = tuple(
+            (
+                number - step,
+                tuple(one.pending),
+                tuple(one.ready),
+                one.num_stale,
+                tuple((index, version - step) for index, version in sorted(one.versions.items())),
+            )
+            for number, one in sorted(self.steps.items())
+        )
+        queue = tuple((number - step, index) for number, _, index in sorted(self.queue))
+        order = tuple(worker for _, _, worker in sorted(self.running))
+        return busy, steps, queue, order, tuple(version - step for version in self.versions), self.published - step
 
     def _sync(self) -> bool:
         """Start a publication or commit that is due; whether it is over at once."""
@@ -228,6 +259,7 @@ class _Run:
 
     @property
     def finished(self) -> bool:
+        """Whether the last step is committed and its weights are loaded."""
         idle = not any(self.busy[self.num_generators :]) and not any(one.program for one in self.trainers)
         return self.step == self.instance.num_steps and idle and all(version == self.step for version in self.versions)
 
@@ -237,6 +269,7 @@ class _Run:
         return any(task is not None and task.end == self.now for task in self.busy[: self.num_generators])
 
     def ledger(self, number: int) -> _Step:
+        """The ledger of a step."""
         if number not in self.steps:
             self.steps[number] = _Step(number, deque(range(self.instance.num_micro_batches)))
         return self.steps[number]
@@ -269,7 +302,7 @@ class _Run:
                 self._score(worker, self.instance.score_s[worker])
         while (step := self._candidate()) is not None:
             idle = [worker for worker in self._idle_generators() if self._admitted(step, self.versions[worker])]
-            if not idle:
+            if not idle or (step.number > self.step and self.policy.gate and not self._gate(step)):
                 break
             self._generate(step, idle[0], "generate", self.instance.generate_s[idle[0]], self.versions[idle[0]])
 
@@ -291,6 +324,21 @@ class _Run:
         return admits(
             step.number, version, window=self.instance.window, num_stale=step.num_stale, limit=self.instance.stale_limit
         )
+
+    def _gate(self, step: _Step) -> bool:
+        assert self.policy.gate is not None  # noqa: S101 - the caller checked
+        return self.policy.gate(StaleStart(step.number, self._until_commit(), lambda: self.instance))
+
+    def _until_commit(self) -> float:
+        """What the trainers still have to do for the current step, shared out evenly."""
+        step = self.ledger(self.step)
+        busy = [task for task in self.busy[self.num_generators :] if task is not None]
+        left: float = sum(task.end - self.now for task in busy)
+        if any(task.kind == "commit" for task in busy):
+            return left
+        left += sum(duration for trainer in self.trainers for _, _, duration in trainer.program)
+        left += (self.instance.num_micro_batches - step.num_started) * sum(self.instance.update_s) / self.num_trainers
+        return left / self.num_trainers + self.instance.commit_s
 
     def _dispatch(self, step: _Step, version: int) -> int:
         index = step.pending.popleft()
@@ -343,7 +391,7 @@ class _Run:
             return
         available, colocated = self._available(step), self.num_generators == 0
         bubble = step.pending and not colocated and not trainer.asked and (self._eager(step) or not available)
-        if bubble and self._ask(trainer, step):
+        if bubble and self._ask(number, step):
             self._assist(number, step)
         elif trainer.switched:
             trainer.switched = False
@@ -360,8 +408,8 @@ class _Run:
         elif colocated and step.pending:
             self._generate(step, worker, "generate", instance.assist_s[number], self.step)
 
-    def _ask(self, trainer: _Trainer, step: _Step) -> bool:
-        trainer.asked = True
+    def _ask(self, number: int, step: _Step) -> bool:
+        self.trainers[number].asked = True
         bubble = Bubble(
             step=step.number,
             num_micro_batches=self.instance.num_micro_batches,
@@ -373,8 +421,14 @@ class _Run:
             num_assists=step.num_assists,
             num_generators=self.num_generators,
             durations=self.durations,
+            situation=lambda: self._situation(number),
         )
         return self.policy.decide(bubble).assist
+
+    def _situation(self, number: int) -> tuple[Instance, StepState]:
+        from digen.sched.bubbles import compress
+
+        return self.instance, compress(self, number)
 
     def _assist(self, number: int, step: _Step) -> None:
         instance, trainer = self.instance, self.trainers[number]
@@ -394,9 +448,10 @@ class _Run:
         task, instance = self.busy[worker], self.instance
         assert task is not None  # noqa: S101 - it ran until now
         self.busy[worker] = None
-        step = self.ledger(task.step)
         if worker >= self.num_generators and task.kind not in {"switch", "publish"}:
             self.trainers[worker - self.num_generators].asked = False
+        if task.index >= 0:
+            step = self.ledger(task.step)
         if task.kind in {"generate", "assist"}:
             step.num_generating -= 1
             step.num_generated += 1
@@ -407,6 +462,7 @@ class _Run:
         elif task.kind == "update":
             step.num_updated += 1
         elif task.kind == "commit":
+            del self.steps[self.step]
             self.step += 1
             self.step_ends.append(self.now)
             self.publish_due = self.num_generators > 0

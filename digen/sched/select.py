@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     Ask = Callable[[State, Step], Decision]
 
 
-def select(state: State) -> Task | None:
-    """The next task for a generator or scorer, or ``None``. Takes the worker and the micro-batch out of the state."""
+def select(state: State, gate: Callable[[int], bool] | None = None) -> Task | None:
+    """The next task for a generator or scorer, or ``None``. Takes the worker and the micro-batch out of the state.
+
+    ``gate`` says whether a stale start for a later step, whose number it is given, is made.
+    """
     if not state.someone_idle:
         return None
-    return _load(state) or _score(state) or _generate(state)
+    return _load(state) or _score(state) or _generate(state, gate)
 
 
 def select_sync(state: State) -> Task | None:
@@ -67,13 +70,16 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     eager = step.num_assists < policy.assists_before_update and not step.num_updated
     if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
-    if (index := next_update(state, step)) is not None:
-        return _update(state, step, index)
-    if alone:
-        return _trainer_score(state, step) or _trainer_generate(state, step)
-    if not eager and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
+    index = next_update(state, step)
+    bubble = index is None and not (eager or alone or state.bubble_asked)
+    if bubble and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
-    return None
+    if state.switched and not step.complete:
+        state.switched = False
+        return _task("switch", trainer, step.number, argument=("train",), version=trainer.version)
+    if index is not None:
+        return _update(state, step, index)
+    return (_trainer_score(state, step) or _trainer_generate(state, step)) if alone else None
 
 
 def bubble_emerges(state: State, policy: Policy) -> bool:
@@ -184,7 +190,7 @@ def _score(state: State) -> Task | None:
     return _score_task(state, step, worker)
 
 
-def _generate(state: State) -> Task | None:
+def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if state.holding or not state.may_generate:
         return None
     versions = state.idle_versions()
@@ -193,10 +199,11 @@ def _generate(state: State) -> Task | None:
     step = state.candidate()
     if step is None:
         return None
-    worker = state.pop_idle([version for version in versions if state.admitted(step, version)])
-    if worker is None:
+    admitted = [version for version in versions if state.admitted(step, version)]
+    if not admitted or (gate is not None and step.number > state.step and not gate(step.number)):
         return None
-    return _generate_task(state, step, worker, "generate")
+    worker = state.pop_idle(admitted)
+    return _generate_task(state, step, worker, "generate") if worker is not None else None
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------
@@ -221,11 +228,14 @@ def _decide(state: State, step: Step, ask: Ask) -> bool:
     if not ask(state, step).assist:
         return False
     step.num_assists += 1
+    rules, program = state.rules, state.trainer_program
     assist = _generate_task(state, step, state.trainer, "assist")
-    if state.rules.switches:
-        state.trainer_program += [("switch", ("generate",)), ("assist", assist), ("switch", ("train",))]
-    else:
-        state.trainer_program.append(("assist", assist))
+    if rules.switches and not state.switched:
+        program.append(("switch", ("generate",)))
+    program.append(("assist", assist))
+    if rules.switches and not rules.lazy_switch:
+        program.append(("switch", ("train",)))
+    state.switched = rules.switches and rules.lazy_switch
     return True
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct
 from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
 from digen.sched.admission import admits
+from digen.sched.profile import Kind
 from digen.types import MicroBatch, Publication, Rollout
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Rules(Struct, frozen=True):
     """Whether the trainer can generate."""
     switches: bool
     """Whether the trainer must be switched for an assist and back."""
+    lazy_switch: bool
+    """Whether it stays switched between assists that follow each other."""
 
 
 class Worker:
@@ -70,6 +73,18 @@ class Task(Struct):
     stale: bool = False
     id: int = -1
     started: float = 0.0
+
+    @property
+    def measured_as(self) -> Kind:
+        """What its duration is a sample of."""
+        return measured_as(self.kind, self.argument)
+
+
+def measured_as(kind: TaskKind, argument: Any) -> Kind:
+    """What the duration of a task of ``kind`` is a sample of: the switches before and after an assist may differ."""
+    if kind != "switch":
+        return kind
+    return "switch_in" if argument == ("generate",) else "switch_out"
 
 
 class Step:
@@ -143,6 +158,8 @@ class State:
         """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
         self.bubble_asked = False
         """Whether the policy was asked about the trainer's present bubble."""
+        self.switched = False
+        """Whether the trainer stayed switched after an assist (lazy switch)."""
 
     # ---- the plan's supply -------------------------------------------------------------------------------------
 

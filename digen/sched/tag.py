@@ -52,24 +52,38 @@ class Bubble(Struct, frozen=True):
 
 
 class Decision(NamedTuple):
-    """A policy's answer. ``saving_s`` is the predicted saving where the policy predicts one."""
+    """A policy's answer."""
 
     assist: bool
     reason: str
     saving_s: float | None = None
+    """Predicted saving, where the policy predicts one."""
+    predicted_s: float | None = None
+    """Predicted time to the end of the step's last update, where the policy predicts it."""
+
+
+class StaleStart(Struct, frozen=True):
+    """An idle generator that may start a micro-batch of a later step with the weights that it holds (TCSS)."""
+
+    step: int
+    """The micro-batch's."""
+    until_commit_s: float | None
+    """Predicted time until the current step is committed; ``None`` while durations are unknown."""
+    instance: Callable[[], Instance | None]
+    """Computes the durations and rules in the exact model's terms, or ``None`` while durations are unknown."""
 
 
 class Policy(NamedTuple):
-    """A named TAG policy.
-
-    ``assists_before_update`` is k for policies that assist k times before the step's first update even when
-    micro-batches are ready for it (static, the paper's Static TAG): then no gradient is open and the switch is
-    cheapest.
-    """
+    """A named TAG policy."""
 
     name: str
     decide: Callable[[Bubble], Decision]
     assists_before_update: int = 0
+    """How often it may assist before the step's first update even when micro-batches are ready for it (static,
+    tag_first, horizon): then no gradient is open and the switch is cheapest."""
+    gate: Callable[[StaleStart], bool] | None = None
+    """Whether a stale start that admission allows is made. ``None``: always. What is refused is asked again whenever
+    something ends; fresh work is never refused."""
 
 
 def never() -> Policy:
@@ -135,8 +149,9 @@ def _finish(bubble: Bubble, *, assist: bool) -> float:
 
 
 def policy_from(text: str) -> Policy:
-    """The policy that ``schedule.tag`` names: never, static(k), greedy, threshold, search or tag_first."""
+    """The policy that ``schedule.tag`` names: never, static(k), greedy, threshold, search, tag_first or horizon."""
     from digen.config import parse_tag
+    from digen.sched.horizon import horizon
     from digen.sched.lookahead import searching, tag_first_policy
 
     name, argument = parse_tag(text)
@@ -148,5 +163,6 @@ def policy_from(text: str) -> Policy:
         "threshold": threshold,
         "search": searching,
         "tag_first": tag_first_policy,
+        "horizon": horizon,
     }
     return policies[name]()

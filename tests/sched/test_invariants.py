@@ -405,8 +405,8 @@ def test_ignoring_index_order_is_caught(broken: Callable[..., None]) -> None:
 
 
 def test_generating_before_scoring_is_caught(broken: Callable[..., None]) -> None:
-    def eager(now: State) -> Task | None:
-        return select._load(now) or select._generate(now) or select._score(now)
+    def eager(now: State, gate: None) -> Task | None:
+        return select._load(now) or select._generate(now, gate) or select._score(now)
 
     broken((loop, "select", eager), rule="generates while scores wait")
 
@@ -429,14 +429,14 @@ def test_committing_one_update_early_is_caught(broken: Callable[..., None]) -> N
 
 
 def test_loading_during_a_generation_is_caught(broken: Callable[..., None]) -> None:
-    def hasty(now: State) -> Task | None:
+    def hasty(now: State, gate: None) -> Task | None:
         publication = now.publication
         for worker in now.generators.values():
             busy = worker.task is not None and worker.task.kind == "generate"
             if publication is not None and busy and worker.version < publication.version:
                 version = publication.version
                 return Task("load", worker, version - 1, -1, version, (publication,))
-        return select.select(now)
+        return select.select(now, gate)
 
     slow = [{"generate": lambda step, index: 40 if step == 1 else 5}]
     broken((loop, "select", hasty), rule="the worker is busy with .*generate", generators=slow)

@@ -18,7 +18,11 @@ from digen.errors import ConfigError
 from digen.events import AnyEvent, TaskFinished
 from digen.sched.admission import stale_limit
 from digen.sched.bubbles import GENERATE, SCORE, Running, StepModel, StepState
+from digen.sched.horizon import horizon
+from digen.sched.lookahead import searching, tag_first_policy
 from digen.sched.model import Instance, Task, Trace, scripted, simulate
+from digen.sched.profile import Kind, Profile
+from digen.sched.steady import Pattern
 from digen.sched.tag import Bubble, Decision, Policy, greedy, never, static
 from digen.workers.clock import run_virtual
 from experiments.search_time import seeded
@@ -44,6 +48,7 @@ def draw(rng: random.Random, mode: str) -> tuple[Instance, ScheduleConfig]:
         stale_fraction=fraction,
         sync=rng.choice(["hold", "pull"]),
         update_order=rng.choice(["index", "ready"]),
+        lazy_switch=rng.random() < 0.3,
     )
     return Instance(
         num_micro_batches=size,
@@ -61,11 +66,31 @@ def draw(rng: random.Random, mode: str) -> tuple[Instance, ScheduleConfig]:
         sync=config.sync,
         order=config.update_order,
         barrier=config.resolved_barrier,
+        lazy_switch=config.lazy_switch,
     ), config
 
 
+def known(instance: Instance) -> Profile:
+    """A profile of exactly these durations."""
+    profile = Profile()
+    for number, (generate, score) in enumerate(zip(instance.generate_s, instance.score_s, strict=False)):
+        profile.expect(f"gen{number}", "generate", generate)
+        profile.expect(f"gen{number}", "score", score)
+    profile.expect("generator", "load", instance.load_s)
+    kinds: list[tuple[Kind, float]] = [
+        ("update", instance.update_s[0]),
+        ("assist", instance.assist_s[0]),
+        ("switch_in", instance.switch_in_s[0]),
+        ("switch_out", instance.switch_out_s[0]),
+        ("commit", instance.commit_s),
+    ]
+    for kind, duration in kinds:
+        profile.expect("trainer", kind, duration)
+    return profile
+
+
 def run_scheduler(instance: Instance, config: ScheduleConfig, policy: Policy) -> list[Task]:
-    """Every task of a real run on a virtual clock."""
+    """Every task of a real run on a virtual clock, with durations that are known from the start."""
     plan = Plan(["a"], num_steps=instance.num_steps, prompts_per_step=instance.num_micro_batches, samples_per_prompt=1)
     generators = [
         SimWorker(f"gen{i}", {"generate": g, "score": r, "load": instance.load_s})
@@ -86,7 +111,13 @@ def run_scheduler(instance: Instance, config: ScheduleConfig, policy: Policy) ->
 
     async def main() -> None:
         async with Scheduler(
-            plan, generators=generators, trainer=trainer, config=config, policy=policy, sinks=[events.append]
+            plan,
+            generators=generators,
+            trainer=trainer,
+            config=config,
+            policy=policy,
+            profile=known(instance),
+            sinks=[events.append],
         ) as scheduler:
             async for _ in scheduler:
                 pass
@@ -102,13 +133,27 @@ def run_scheduler(instance: Instance, config: ScheduleConfig, policy: Policy) ->
 def draw_policy(rng: random.Random, mode: str) -> tuple[str, list[Any]]:
     if mode not in {"tag", "tcss"}:
         return "never", []
-    name = rng.choice(["never", "greedy", "static", "scripted", "scripted"])
-    if name == "static":
+    name = rng.choice(["never", "greedy", "static", "scripted", "scripted", "search", "tag_first", "horizon", "gated"])
+    if name in {"static", "gated"}:
         return name, [rng.randint(0, 4)]
     return name, [[rng.random() < 0.6 for _ in range(rng.randint(0, 20))]] if name == "scripted" else []
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {"never": never, "greedy": greedy, "static": static, "scripted": scripted}
+def gated(k: int) -> Policy:
+    """Takes turns between k and no assists, and starts stale work only when a generation fits in before the commit."""
+    return Pattern((k, 0), 1.0).policy()
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "never": never,
+    "greedy": greedy,
+    "static": static,
+    "scripted": scripted,
+    "search": searching,
+    "tag_first": tag_first_policy,
+    "horizon": lambda: horizon(max_tasks=10**9),  # a plan is complete at the first question, however many are asked
+    "gated": gated,
+}
 
 
 @pytest.mark.parametrize("mode", ["colocated", "naive", "gap", "microbatch", "tag", "tcss"])
