@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import typing
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -623,17 +624,29 @@ def _field_path(location: list[str]) -> list[str]:
     """The part of pydantic's location that names fields and items, without the branches of a union."""
     path: list[str] = []
     for part in location:
-        if not (part.isidentifier() or part.isdigit()) or (
-            path and part not in _known_fields(path) and not part.isdigit()
-        ):
+        if not (part.isidentifier() or part.isdigit()):
+            break
+        if path and not (part.isdigit() or part in _known_fields(path) or _is_mapping(_annotation(path))):
             break
         path.append(part)
     return path
 
 
 def _known_fields(location: list[str]) -> list[str]:
-    model: Any = RunConfig
+    return list(getattr(_annotation(location), "model_fields", {}))
+
+
+def _annotation(location: list[str]) -> Any:
+    """What stands at a location: a model, or the type of a field, or of a mapping's values."""
+    found: Any = RunConfig
     for part in location:
-        field = getattr(model, "model_fields", {}).get(part)
-        model = field.annotation if field is not None else None
-    return list(getattr(model, "model_fields", {}))
+        if _is_mapping(found):
+            found = typing.get_args(found)[1]
+        else:
+            field = getattr(found, "model_fields", {}).get(part)
+            found = field.annotation if field is not None else None
+    return found
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is dict

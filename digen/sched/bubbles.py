@@ -68,7 +68,9 @@ class StepModel:
     """Advance, SkipBubble and InsertTAG of Algorithm 2, up to the end of one step's last update.
 
     ``advance`` returns the time that passed and the state at the next emerging bubble, or ``None`` when the step's
-    last update has ended. At a bubble, ``assist`` and ``skip`` give the two states to advance from.
+    last update has ended. At a bubble, ``assist`` and ``skip`` give the two states to advance from. With ``reopen``
+    every instant at which a trainer is idle counts as a bubble, even if it could update, and a skip closes it for that
+    instant only: then the decisions are everything that trainers can do but wait with an update.
     With ``first=n`` the step's first n assists happen before its first update, bubble or not (static, TAG-first);
     with ``ask=False`` every bubble is skipped, so that the step runs to its end.
 
@@ -76,12 +78,14 @@ class StepModel:
         ConfigError: the instance has no generators, or a barrier: then there is nothing to search.
     """
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, *, reopen: bool = False) -> None:
         if instance.num_generators == 0 or instance.barrier:
             raise ConfigError("a step without generators, or with a barrier between stages, has no bubbles to search")
         self.instance = instance
+        self.reopen = reopen
         self._indexed = instance.order == "index"
-        self._pair = instance.num_generators == instance.num_trainers == 1 and not instance.lazy_switch
+        groups = instance.num_generators, instance.num_trainers
+        self._pair = groups == (1, 1) and not (instance.lazy_switch or reopen)
         generators = zip(instance.generate_s, instance.score_s, strict=True)
         trainers = zip(instance.update_s, instance.switch_in_s, instance.assist_s, instance.switch_out_s, strict=True)
         self._times: list[tuple[float, ...]] = [(0, g, r, g, r, instance.load_s) for g, r in generators]
@@ -140,7 +144,7 @@ class StepModel:
             self.instance.num_generators,
             self.instance.lazy_switch,
         )
-        queue, program = list(waiting), dict[int, tuple[int, int]]()
+        queue, program, reopen = list(waiting), dict[int, tuple[int, int]](), self.reopen
         running: list[tuple[float, int, int, int]] = list(unfinished)
         busy = {task[1] for task in running}
         now: float = 0
@@ -168,7 +172,8 @@ class StepModel:
                     start(worker, AHEAD)
                     ahead -= 1
             idle = [trainer for trainer in range(self.instance.num_trainers) if num_generators + trainer not in busy]
-            num_available = 0 if first and updates == size else (~ready & ready + 1).bit_length() - 1
+            every = reopen or (first and updates == size)
+            num_available = 0 if every else (~ready & ready + 1).bit_length() - 1
             unasked = [t for t in idle[num_available:] if not closed >> t & 1 and num_generators + t not in program]
             if pending and unasked and any(end == now and worker < num_generators for end, worker, _, _ in running):
                 idle = []  # first what takes no time ends
@@ -180,7 +185,7 @@ class StepModel:
                 if worker in busy:
                     continue
                 eager = first > 0 and updates == size
-                if pending and not closed & bit and (eager or not ready & 1):
+                if pending and not closed & bit and (eager or reopen or not ready & 1):
                     if not eager and ask:
                         rest = [Running(end - now, *task) for end, *task in running]
                         tasks = tuple(rest if self._indexed else sorted(rest, key=lambda task: task.worker))
@@ -199,6 +204,8 @@ class StepModel:
                 elif ready & 1:
                     start(worker, UPDATE)
                     ready, updates = ready >> 1, updates - 1
+            if reopen:
+                closed = 0
             now = min(running)[0]
             ended = [task for task in running if task[0] == now]
             running = [task for task in running if task[0] > now]

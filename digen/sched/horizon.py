@@ -20,15 +20,18 @@ from typing import Any, NamedTuple
 from digen.sched.bubbles import StepModel, StepState
 from digen.sched.lookahead import MAX_NODES, NUM_REMEMBERED, at_bubble, node_limit
 from digen.sched.model import Instance
-from digen.sched.search import search, tag_first
+from digen.sched.search import Bound, search, tag_first
 from digen.sched.steady import Load, Pattern, rates
 from digen.sched.tag import Bubble, Decision, Policy, StaleStart, measuring
 
-MAX_TASKS = 1200
-"""Tasks of the long run that one question may simulate: about five milliseconds."""
+MAX_TASKS = 800
+"""Tasks of the long run that one question may simulate: about four milliseconds."""
 
 _MAX_STEPS = 24
 """Steps after which a pattern that has not repeated itself is judged by its last half."""
+
+_SMALL = 32
+"""Micro-batches up to which assists at any instant are searched: in longer steps they gain next to nothing."""
 
 _GATES = (0.5, 1.0)
 """Gates to try besides none, in generations."""
@@ -49,22 +52,32 @@ class Plan(NamedTuple):
     """Its time per step."""
 
 
-def horizon(max_tasks: int = MAX_TASKS, max_nodes: int = MAX_NODES) -> Policy:
+def horizon(max_tasks: int = MAX_TASKS, max_nodes: int = MAX_NODES // 2) -> Policy:
     """The better of search and tag_first for a step that is alone; over steps, the best pattern of the long run."""
     planner = Planner(max_tasks)
+    path: dict[StepState, bool] = {}
 
     @lru_cache(NUM_REMEMBERED)
-    def alone(instance: Instance, state: StepState) -> Decision:
+    def alone(instance: Instance, state: StepState) -> StepPlan:
         return best_of_step(instance, state, max_nodes=max_nodes)
 
     def decide(bubble: Bubble) -> Decision:
+        nonlocal path
+        if not path and (bubble.reopened or (bubble.can_update and bubble.num_updated)):
+            return Decision(assist=False, reason="nothing to reopen")
         situation = bubble.situation()
         if situation is None:
             return measuring(bubble)
         instance, state = situation
         plan = planner.plan(instance) if state.ahead else None
         if plan is None or plan.pattern is None:
-            return alone(instance, state._replace(ahead=0))
+            state = state._replace(ahead=0)
+            if state in path:
+                return Decision(path[state], "on the way of the best trainer schedule")
+            found = alone(instance, state)
+            path = found.path
+            return found.decision
+        path = {}
         wanted = plan.pattern.num_assists(bubble.step)
         reason = f"{wanted} assists in this step, {plan.step_s:.6g} s a step in the long run"
         if bubble.num_updated:
@@ -80,19 +93,50 @@ def horizon(max_tasks: int = MAX_TASKS, max_nodes: int = MAX_NODES) -> Policy:
         pattern = planner.plan(instance).pattern
         return pattern is not None and pattern.opens(start)
 
-    return Policy("horizon", decide, assists_before_update=2**31, gate=gate)
+    return Policy("horizon", decide, gate=gate, reopens=True)
 
 
-def best_of_step(instance: Instance, state: StepState, *, max_nodes: int = MAX_NODES) -> Decision:
-    """The better of Algorithm 2 and TAG-first for the rest of one step, and its next decision."""
-    plan = search(instance, state, max_nodes=node_limit(instance, max_nodes))
+class StepPlan(NamedTuple):
+    """How to go on with a step that is alone."""
+
+    value: float
+    """Time to the end of its last update."""
+    decision: Decision
+    """The next decision."""
+    path: dict[StepState, bool]
+    """What to do in the situations to come, where neither Algorithm 2 nor TAG-first gets there."""
+
+
+def best_of_step(instance: Instance, state: StepState, *, max_nodes: int = MAX_NODES // 2) -> StepPlan:
+    """The better of TAG-first and Algorithm 2 for the rest of one step; if neither meets the lower bound, a short step
+    is also searched for schedules in which the trainers assist at any instant. ``max_nodes`` limits the searches.
+    """
     value, n = tag_first(instance, state)
-    if value <= plan.value:
-        reason = f"{n} more assists before the first update"
-        return Decision(n > 0, f"{reason}, last update in {value:.6g} s", predicted_s=value)
-    assist = at_bubble(instance, state) and plan.decisions[0]
-    reason = f"{sum(plan.decisions)} more assists in bubbles"
-    return Decision(assist, f"{reason}, last update in {plan.value:.6g} s", predicted_s=plan.value)
+    assist, reason, path = n > 0, f"{n} more assists before the first update", dict[StepState, bool]()
+    model = StepModel(instance, reopen=True)
+    least = Bound(model)(state)
+    if least < value:
+        plan = search(instance, state, max_nodes=node_limit(instance, max_nodes))
+        if plan.value < value:
+            value, assist = plan.value, at_bubble(instance, state) and plan.decisions[0]
+            reason = f"{sum(plan.decisions)} more assists in bubbles"
+    if least < value and instance.num_micro_batches <= _SMALL:
+        anytime = search(instance, state, max_nodes=max(1, max_nodes // 2), reopen=True)
+        if anytime.value < value:
+            value, assist, path = anytime.value, anytime.decisions[0], _follow(model, state, anytime.decisions)
+            reason = f"{sum(anytime.decisions)} more assists at any instant"
+    return StepPlan(value, Decision(assist, f"{reason}, last update in {value:.6g} s", predicted_s=value), path)
+
+
+def _follow(model: StepModel, start: StepState, decisions: tuple[bool, ...]) -> dict[StepState, bool]:
+    """The situations in which ``decisions`` are taken."""
+    path: dict[StepState, bool] = {}
+    _, state = model.advance(start)
+    for assist in decisions:
+        assert state is not None  # noqa: S101 - there are as many bubbles as decisions
+        path[state] = assist
+        _, state = model.advance(model.assist(state) if assist else model.skip(state))
+    return path
 
 
 class Planner:
@@ -122,7 +166,7 @@ def explore(instance: Instance) -> Iterator[tuple[Plan, int]]:
     load = Load.of(ticks)
     best = Plan(None, _on_policy_rate(ticks))
     step_tasks = 3 * instance.num_micro_batches
-    yield best._replace(step_s=best.step_s * tick_s), step_tasks
+    yield best._replace(step_s=best.step_s * tick_s), MAX_TASKS
 
     def attempt(pattern: Pattern) -> Iterator[tuple[Plan, int]]:
         nonlocal best
@@ -185,6 +229,5 @@ def _on_policy_rate(instance: Instance) -> float:
     hold = instance.sync == "hold"
     if not hold:
         state = state._replace(outdated=(1 << instance.num_generators) - 1)
-    value = best_of_step(alone, state).predicted_s
-    assert value is not None  # noqa: S101 - a step that is simulated ends
+    value = best_of_step(alone, state, max_nodes=MAX_NODES // 5).value
     return value + instance.commit_s + (instance.load_s if hold else 0)

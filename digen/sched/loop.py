@@ -345,6 +345,8 @@ class Scheduler:
             self._results.follow(task, result)
             if task.worker.leaving:
                 self._leave(task.worker)
+        if self._policy.reopens and self._state.bubble_asked:
+            self._state.bubble_asked, self._state.bubble_reopened = False, True
 
     def _idle(self, task: Task) -> None:
         worker, state = task.worker, self._state
@@ -352,7 +354,7 @@ class Scheduler:
             state.num_busy_generators -= 1
             state.num_loading -= task.kind == "load"
         elif worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
-            state.bubble_asked = False
+            state.bubble_asked = state.bubble_reopened = False
         worker.task = None
         if not worker.leaving:
             state.set_idle(worker)
@@ -372,6 +374,8 @@ class Scheduler:
         now = self._now()
         bubble = describe_bubble(state, step, self._durations(), lambda: situation(state, step, self._profile, now))
         decision = self._policy.decide(bubble)
+        if not decision.assist and self._policy.reopens and (bubble.reopened or bubble.can_update):
+            return decision  # no bubble, or one that is known
         self._meter.decided(decision, now, self._now() - now, self._profile.mean("trainer", "commit"))
         self._emit(
             TagDecided(

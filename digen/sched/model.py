@@ -176,7 +176,8 @@ class _Trainer:
     def __init__(self) -> None:
         self.program: deque[tuple[TaskKind, int, float]] = deque()
         """What it does next whatever happens: (kind, micro-batch or -1, duration)."""
-        self.asked = False
+        self.asked = self.reopened = False
+        """Whether the policy was asked about its bubble, and whether before this instant."""
         self.switched = False
 
 
@@ -217,6 +218,10 @@ class Run:
             ended.append(heapq.heappop(self.running)[2])
         for worker in ended:
             self._complete(worker)
+        if self.policy.reopens:
+            for trainer in self.trainers:
+                trainer.reopened = trainer.reopened or trainer.asked
+                trainer.asked = False
 
     def boundary(self) -> Hashable:
         """Everything that decides the future, relative to now and to the current step: equal ones have equal futures.
@@ -361,7 +366,7 @@ class Run:
         return [index for place, index in enumerate(sorted(step.ready)) if index == step.num_started + place]
 
     def _eager(self, step: _Step) -> bool:
-        return step.num_assists < self.policy.assists_before_update and not step.num_started
+        return self.policy.reopens or (step.num_assists < self.policy.assists_before_update and not step.num_started)
 
     @property
     def _bubble_emerges(self) -> bool:
@@ -422,6 +427,8 @@ class Run:
             num_generators=self.num_generators,
             durations=self.durations,
             situation=lambda: self._situation(number),
+            can_update=bool(self._available(step)),
+            reopened=self.trainers[number].reopened,
         )
         return self.policy.decide(bubble).assist
 
@@ -449,7 +456,8 @@ class Run:
         assert task is not None  # noqa: S101 - it ran until now
         self.busy[worker] = None
         if worker >= self.num_generators and task.kind not in {"switch", "publish"}:
-            self.trainers[worker - self.num_generators].asked = False
+            trainer = self.trainers[worker - self.num_generators]
+            trainer.asked = trainer.reopened = False
         if task.index >= 0:
             step = self.ledger(task.step)
         if task.kind in {"generate", "assist"}:

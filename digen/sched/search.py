@@ -57,7 +57,8 @@ class Bound:
         self._groups = instance.num_generators, instance.num_trainers
         self._generate, self._score = min(instance.generate_s), min(instance.score_s)
         self._update, self._assist = min(instance.update_s), min(instance.assist_s)
-        self._alone = instance.num_trainers == 1
+        self._alone, self._reopen = instance.num_trainers == 1, model.reopen
+        self._assisted = self._assist + (0 if instance.lazy_switch else min(instance.switch_in_s))
         # With several trainers the last switch back of each may outlast the step; a lazy one may not come at all.
         self._back = min(instance.switch_out_s) if self._alone and not instance.lazy_switch else 0
         self._lend = self._assist + self._back + (0 if instance.lazy_switch else min(instance.switch_in_s))
@@ -80,12 +81,15 @@ class Bound:
                 next_score = min(next_score, made + score)
             elif kind == SCORE:
                 next_score, last_score = min(next_score, end), max(last_score, end)
-        next_score = min(next_score, min(free[:num_generators]) + supply + score)
+        soonest = min(free[:num_generators])
+        if self._reopen and pending:  # an assist that begins later may give the next result
+            next_score = min(next_score, max(soonest, self._assisted) + score)
+        next_score = min(next_score, soonest + supply + score)
         first_update = 0 if ready & 1 else next_score
         least = max(first_update + -(-updates // num_trainers) * update, last_score + update)
         if not unscored:
             return least
-        if self._alone and closed:  # nothing begins on the trainer before the next score ends
+        if self._alone and closed and not self._reopen:  # nothing begins on the trainer before the next score ends
             free[-1] = first_update
         generated, trained = unscored * score + pending * self._generate, updates * update
         best: float = math.inf
@@ -153,6 +157,7 @@ def search(
     max_nodes: int | None = None,
     bounded: bool = True,
     remember: bool = True,
+    reopen: bool = False,
 ) -> Strategy:
     """The decisions at the bubbles of one step that end its last update soonest (Algorithm 2).
 
@@ -162,13 +167,14 @@ def search(
         max_nodes: moves to simulate at most. Beyond it the best plan found so far is returned, with ``exact=False``.
         bounded: cut branches by :class:`Bound`.
         remember: recognise states that were reached before (the paper's memoisation).
+        reopen: decide at every instant at which a trainer is idle, as :class:`StepModel` says: beyond Algorithm 2.
 
     Raises:
         ConfigError: ``max_nodes`` is below 1, or the instance has no bubbles to search.
     """
     if max_nodes is not None and max_nodes < 1:
         raise ConfigError(f"max_nodes must be at least 1, got {max_nodes}: without a move there is nothing to compare")
-    model = StepModel(instance)
+    model = StepModel(instance, reopen=reopen)
     elapsed, root = model.advance(model.start() if state is None else state)
     if root is None:
         return Strategy(elapsed, (), exact=True, num_nodes=0)

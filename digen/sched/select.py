@@ -67,7 +67,7 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
         return None
     step = state.current
     alone = not state.generators
-    eager = step.num_assists < policy.assists_before_update and not step.num_updated
+    eager = _eager(policy, step)
     if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
     index = next_update(state, step)
@@ -91,8 +91,13 @@ def bubble_emerges(state: State, policy: Policy) -> bool:
     if state.step >= state.last_step or state.bubble_asked or not state.generators:
         return False
     step = state.current
-    eager = step.num_assists < policy.assists_before_update and not step.num_updated
+    eager = _eager(policy, step)
     return not step.complete and _can_assist(state, step) and (eager or next_update(state, step) is None)
+
+
+def _eager(policy: Policy, step: Step) -> bool:
+    """Whether the policy is asked even if a micro-batch is ready."""
+    return policy.reopens or (step.num_assists < policy.assists_before_update and not step.num_updated)
 
 
 def next_update(state: State, step: Step) -> int | None:
@@ -120,6 +125,8 @@ def describe_bubble(
         num_generators=len(state.generators),
         durations=durations,
         situation=situation,
+        can_update=next_update(state, step) is not None,
+        reopened=state.bubble_reopened,
     )
 
 

@@ -158,6 +158,8 @@ class State:
         """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
         self.bubble_asked = False
         """Whether the policy was asked about the trainer's present bubble."""
+        self.bubble_reopened = False
+        """Whether that bubble was skipped and is asked about again."""
         self.switched = False
         """Whether the trainer stayed switched after an assist (lazy switch)."""
 

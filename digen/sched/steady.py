@@ -39,7 +39,8 @@ class Pattern(NamedTuple):
 
     def policy(self) -> Policy:
         """The pattern as a TAG policy."""
-        return Policy(f"assists {self.assists}, gate {self.gate}", self._decide, max(self.assists), self._gate)
+        name = f"assists {self.assists}, gate {self.gate}"
+        return Policy(name, self._decide, assists_before_update=max(self.assists), gate=self.opens)
 
     def num_assists(self, step: int) -> int:
         """Assists of a step."""
@@ -48,9 +49,6 @@ class Pattern(NamedTuple):
     def _decide(self, bubble: Bubble) -> Decision:
         wanted = self.num_assists(bubble.step)
         return Decision(not bubble.num_updated and bubble.num_assists < wanted, f"{wanted} assists a step")
-
-    def _gate(self, start: StaleStart) -> bool:
-        return self.opens(start)
 
     def opens(self, start: StaleStart) -> bool:
         """Whether a stale start is made."""
@@ -79,7 +77,7 @@ def steady_rate(instance: Instance, policy: Policy, *, period: int = 1, max_step
 
 
 def rates(instance: Instance, policy: Policy, *, period: int = 1, max_steps: int = 400) -> Iterator[Rate]:
-    """The rate as far as it is known after every simulated step but the first; the last one is :func:`steady_rate`."""
+    """The rate as far as it is known after every simulated step: infinite after the first, exact after the last."""
     run = Run(replace(instance, num_steps=_ENDLESS), policy)
     seen: dict[Hashable, int] = {}
     while run.step < max_steps:
@@ -91,8 +89,7 @@ def rates(instance: Instance, policy: Policy, *, period: int = 1, max_steps: int
         if first < run.step:
             yield Rate(_mean(ends, first - 1), exact=True)
             return
-        if run.step >= 2:
-            yield Rate(_mean(ends, run.step // 2 - 1), exact=False)
+        yield Rate(_mean(ends, run.step // 2 - 1) if run.step > 1 else math.inf, exact=False)
 
 
 def _mean(ends: list[float], first: int) -> float:

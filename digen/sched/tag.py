@@ -49,6 +49,10 @@ class Bubble(Struct, frozen=True):
     durations: Durations
     situation: Callable[[], tuple[Instance, StepState] | None] = lambda: None
     """Computes the live state in the exact model's terms, or ``None`` while durations are unknown."""
+    can_update: bool = False
+    """Whether the trainer could update instead, so that this is no bubble yet; never unless the policy asks early."""
+    reopened: bool = False
+    """Whether the bubble was skipped before."""
 
 
 class Decision(NamedTuple):
@@ -80,7 +84,10 @@ class Policy(NamedTuple):
     decide: Callable[[Bubble], Decision]
     assists_before_update: int = 0
     """How often it may assist before the step's first update even when micro-batches are ready for it (static,
-    tag_first, horizon): then no gradient is open and the switch is cheapest."""
+    tag_first): then no gradient is open and the switch is cheapest."""
+    reopens: bool = False
+    """Whether it is asked at every instant at which the trainer is free and could assist: even if micro-batches are
+    ready, and again after a skip whenever something ends (horizon)."""
     gate: Callable[[StaleStart], bool] | None = None
     """Whether a stale start that admission allows is made. ``None``: always. What is refused is asked again whenever
     something ends; fresh work is never refused."""
