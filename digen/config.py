@@ -27,8 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "naive": {"axis": "generation", "barrier": True, "tag": "never", "window": 1, "stale_fraction": 0},
     "microbatch": {"axis": "batch", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
     "gap": {"axis": "generation", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
-    "tag": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 1, "stale_fraction": 0},
-    "tcss": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 2, "stale_fraction": Decimal("0.5")},
+    "tag": {"axis": "generation", "barrier": False, "tag": "horizon", "window": 1, "stale_fraction": 0},
+    "tcss": {"axis": "generation", "barrier": False, "tag": "horizon", "window": 2, "stale_fraction": Decimal("0.5")},
 }
 """What each mode sets. A mode is a set of defaults of one scheduler: an explicit field wins over its mode."""
 
@@ -64,9 +64,9 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """Trainer-assisted generation: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
+    """TAG policy: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
     lazy_switch: bool = False
-    """Keep the trainer switched between assists that follow each other, instead of one switch there and back for each."""
+    """Keep the trainer switched between assists that follow each other, instead of switching back after each."""
     sync: Literal["hold", "pull"] = "pull"
     """Weight sync: hold (the paper: everybody stops, then loads) or pull (each generator loads on its own)."""
     update_order: Literal["index", "ready"] = "index"
@@ -453,6 +453,8 @@ class CostsSection(_Model):
             if getattr(self, name) is not None and given in ([], ["model"]):
                 raise ValueError(f"{name} says something only beside costs.durations or costs.profile")
         if self.memory.parameters_b is not None:
+            if not self.types:
+                raise ValueError("types must describe the GPUs, with memory_gib, for memory.parameters_b")
             missing = [name for name, kind in self.types.items() if kind.memory_gib is None]
             if missing:
                 raise ValueError(f"types.{missing[0]}.memory_gib must be given with memory.parameters_b")

@@ -151,8 +151,8 @@ class TestSchedule:
             ("naive", "generation", True, "never", 1, "0"),
             ("microbatch", "batch", False, "never", 1, "0"),
             ("gap", "generation", False, "never", 1, "0"),
-            ("tag", "generation", False, "greedy", 1, "0"),
-            ("tcss", "generation", False, "greedy", 2, "0.5"),
+            ("tag", "generation", False, "horizon", 1, "0"),
+            ("tcss", "generation", False, "horizon", 2, "0.5"),
         ],
     )
     def test_presets(self, mode: Any, axis: str, *, barrier: bool, tag: str, window: int, stale_fraction: str) -> None:
@@ -203,6 +203,7 @@ class TestSchedule:
         [
             ("never", ("never", None)),
             ("greedy", ("greedy", None)),
+            ("horizon", ("horizon", None)),
             ("threshold", ("threshold", None)),
             ("static(0)", ("static", 0)),
             (" static(12) ", ("static", 12)),
