@@ -64,7 +64,7 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """TAG policy: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
+    """TAG policy: never, static(k), greedy, threshold, search or search(moves) (the paper's), tag_first, horizon."""
     lazy_switch: bool = False
     """Keep the trainer switched between assists that follow each other, instead of switching back after each."""
     sync: Literal["hold", "pull"] = "pull"
@@ -128,7 +128,7 @@ class ScheduleConfig(_Model):
         return str(self._resolved("tag"))
 
 
-_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, tag_first, horizon"
+_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, search(moves), tag_first, horizon"
 
 
 def parse_tag(text: str) -> tuple[str, int | None]:
@@ -137,12 +137,16 @@ def parse_tag(text: str) -> tuple[str, int | None]:
     Raises:
         ValueError: it is none of them.
     """
-    match = re.fullmatch(r"(never|greedy|threshold|search|tag_first|horizon)|static\((\d+)\)", text.strip())
+    match = re.fullmatch(
+        r"(never|greedy|threshold|search|tag_first|horizon)|(static|search)\((\d{1,9})\)", text.strip()
+    )
     if match is None:
         raise ValueError(f"unknown TAG policy {text!r}; known: {_POLICIES}")
     if match[1]:
         return match[1], None
-    return "static", int(match[2])
+    if match[2] == "search" and not int(match[3]):
+        raise ValueError("search(0) may simulate no move, so there is nothing to compare; give at least 1")
+    return match[2], int(match[3])
 
 
 class RunSection(_Model):

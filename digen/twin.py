@@ -2,7 +2,7 @@
 
 Everything here is simulated and labelled so. The scheduler drives one trainer group; a run with several is played by
 the exact model instead (:mod:`digen.sched.model`), which does the same tasks at the same times wherever both can play;
-only ``threshold`` may differ, whose means are over groups there and over tasks here, so over unequal generators not alike.
+only ``threshold`` may differ over unequal generators: its means are over groups there, over tasks in the scheduler.
 Times are simulated in whole ticks of the finest decimal given, so that what is printed is exact.
 """
 

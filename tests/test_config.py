@@ -204,6 +204,7 @@ class TestSchedule:
             ("never", ("never", None)),
             ("greedy", ("greedy", None)),
             ("horizon", ("horizon", None)),
+            ("search(50)", ("search", 50)),
             ("threshold", ("threshold", None)),
             ("static(0)", ("static", 0)),
             (" static(12) ", ("static", 12)),
