@@ -64,9 +64,9 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """Trainer-assisted generation: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
+    """TAG policy: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
     lazy_switch: bool = False
-    """Keep the trainer switched between assists that follow each other, instead of one switch there and back for each."""
+    """Keep the trainer switched between assists that follow each other, instead of switching back after each."""
     sync: Literal["hold", "pull"] = "pull"
     """Weight sync: hold (the paper: everybody stops, then loads) or pull (each generator loads on its own)."""
     update_order: Literal["index", "ready"] = "index"
@@ -158,15 +158,34 @@ class RunSection(_Model):
     """Number of optimizer steps."""
 
 
+class LoraSection(_Model):
+    """A low-rank adapter (peft): only it is trained, published and saved."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    """Rank r."""
+    alpha: Annotated[float, Field(gt=0)] = 64.0
+    """The adapter is scaled by alpha / r."""
+    targets: tuple[str, ...] | None = None
+    """Names of the modules that get an adapter, as peft matches them. Default: the family's attention projections."""
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    """How the first factor begins; the second begins at zero, so that nothing changes at first."""
+
+
 class ModelSection(_Model):
     """The policy."""
 
     family: str = "digits"
     """Model family; decides how a model is called."""
     path: Path | None = None
-    """A folder in diffusers' layout. The digits family has an embedded one."""
+    """A folder in diffusers' layout, or hf:ORG/NAME on the hub. The digits family has an embedded one."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter. Default: full fine-tuning."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Precision of the weights and of the forward. Step maths is always float32 or better."""
+    attention: str | None = None
+    """Attention backend of diffusers, for example native or flash. Default: diffusers' own choice."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, one more forward."""
     device: str = "cpu"
     """Torch device of every worker, for example cpu or cuda."""
     forward_batch: Annotated[int, Field(ge=1)] | None = None
@@ -208,8 +227,22 @@ class SamplingSection(_Model):
     """Denoising steps T of a trajectory."""
     noise_level: Annotated[float, Field(gt=0)] = 0.7
     """a in s = a sqrt(sigma / (1 - sigma)) of the Flow-SDE step."""
+    kernel: Literal["flow_sde", "dance_sde", "cps", "ddim"] | None = None
+    """How a stochastic step is drawn. Default: the algorithm's."""
     shift: Annotated[float, Field(gt=0)] | None = None
     """Static shift of the sigma schedule. Default: the scheduler config in the model's folder."""
+    guidance_scale: Annotated[float, Field(ge=0)] | None = None
+    """Guidance: classifier-free or distilled, as the family has it. Default: the family's."""
+    negative_prompt: str = ""
+    """What classifier-free guidance leads away from."""
+    height: Annotated[int, Field(ge=1)] | None = None
+    """Pixels of a sample from top to bottom. Default: the family's."""
+    width: Annotated[int, Field(ge=1)] | None = None
+    """Pixels from left to right. Default: the family's."""
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+    """Frames of a video. Default: the family's; images have none."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that the text encoder sees of a prompt. Default: the family's."""
 
 
 class AdvantageSection(_Model):

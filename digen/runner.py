@@ -83,7 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     family = families.lookup(config.model.family)
     reward = rewards.lookup(config.reward.name)
-    families.model_folder(config.model)
+    families.source(config.model)
     prompts = load_prompts(config.prompts, family.prompts, config.run.seed)
     plan = Plan(
         prompts.train,

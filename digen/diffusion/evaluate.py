@@ -6,9 +6,7 @@ import math
 import statistics
 from pathlib import Path
 
-from torch import Tensor
-
-from digen.diffusion.families.base import Family
+from digen.diffusion.families.base import Family, Schedule
 from digen.diffusion.preview import Section, write_grid
 from digen.diffusion.rewards.compute import RewardFunction, compute_rewards
 from digen.diffusion.sampler import sample_ode
@@ -22,7 +20,7 @@ def evaluate(
     request: EvaluationRequest,
     *,
     version: int,
-    sigmas: Tensor,
+    schedule: Schedule,
     unit: int,
     reward: tuple[str, RewardFunction],
     judge: RewardFunction | None,
@@ -47,7 +45,7 @@ def evaluate(
         for sample in range(count)
     ]
     start = draw(streams(seeds), family.latent_shape)
-    images = family.decode(sample_ode(family, family.encode(prompts), sigmas, start, unit=unit))
+    images = family.decode(sample_ode(family, family.encode(prompts), schedule, start, unit=unit))
     names = [f"evaluation{position}/{sample}" for position in range(len(request.prompts)) for sample in range(count)]
     name, function = reward
     rewards = compute_rewards(name, function, images, prompts, names)

@@ -59,11 +59,8 @@ def build_family(config: RunConfig) -> Family:
     Raises:
         ConfigError: the family is unknown, or its folder is missing or is no model.
     """
-    info = families.lookup(config.model.family)
-    folder = families.model_folder(config.model)
-    dtype = getattr(torch, config.model.dtype)
-    module = import_module(info.module)
-    family: Family = module.load(folder, device=config.model.device, dtype=dtype, shift=config.sampling.shift)
+    module, _, name = families.lookup(config.model.family).target.partition(":")
+    family: Family = getattr(import_module(module), name)(model=config.model, sampling=config.sampling)
     return family
 
 
@@ -74,7 +71,7 @@ class _Policy:
         self._config = RunConfig.model_validate(config)
         self._folder = Path(folder) if folder is not None else None
         self._family = build_family(self._config)
-        self._sigmas = self._family.sigmas(self._config.sampling.num_inference_steps)
+        self._schedule = self._family.schedule(self._config.sampling.num_inference_steps)
         self._encode = lru_cache(maxsize=256)(self._encode_one)
 
     @property
@@ -99,7 +96,7 @@ class _Policy:
             self._family,
             micro_batch,
             conditioning,
-            self._sigmas,
+            self._schedule,
             noise_level=self._config.sampling.noise_level,
             unit=self._unit(micro_batch.num_samples),
         )
@@ -165,7 +162,7 @@ class _Scorer(_Policy):
             self._family,
             request,
             version=self.version,
-            sigmas=self._sigmas,
+            schedule=self._schedule,
             unit=self._unit(min(100, len(request.prompts) * request.samples_per_prompt)),
             reward=(self._config.reward.name, self._reward),
             judge=self._judge,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from digen.diffusion.families.base import Conditioning, Family, compute_dtype
+from digen.diffusion.families.base import Conditioning, Family, Schedule, compute_dtype
 from digen.diffusion.sde import euler, flow_sde
 from digen.diffusion.seeds import INITIAL_NOISE, STEP_NOISE, draw, streams
 from digen.diffusion.trajectories import Trajectories
@@ -22,7 +22,7 @@ def sample_sde(
     family: Family,
     micro_batch: MicroBatch,
     conditioning: Conditioning,
-    sigmas: Tensor,
+    schedule: Schedule,
     *,
     noise_level: float,
     unit: int,
@@ -33,7 +33,7 @@ def sample_sde(
         family: the policy.
         micro_batch: its seeds decide every draw.
         conditioning: the encoded prompts, one row per sample.
-        sigmas: ``(T + 1,)``, see :meth:`Family.sigmas`.
+        schedule: noise levels and times, see :meth:`Family.schedule`.
         noise_level: a of the Flow-SDE step.
         unit: samples in one forward; the last forward is padded.
 
@@ -41,7 +41,7 @@ def sample_sde(
         NumericsError: a latent or log-probability is not finite; names sample and step.
     """
     dtype = compute_dtype(family.dtype)
-    sigmas = sigmas.to(dtype)
+    sigmas, times = schedule.levels.to(dtype), schedule.times.to(dtype)
     initial = streams(micro_batch.seeds(INITIAL_NOISE))
     steps = streams(micro_batch.seeds(STEP_NOISE))
     names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
@@ -54,7 +54,7 @@ def sample_sde(
         chain, densities = [x], []
         cond = _take(conditioning, rows)
         for step, (sigma, sigma_next) in enumerate(_transitions(sigmas, unit, family.device)):
-            velocity = family.velocity(x, sigma, cond)
+            velocity = family.predict(x, times[step].to(family.device).expand(unit), cond)
             if step == len(sigmas) - 2:
                 x = euler(x, velocity, sigma, sigma_next)
                 density = x.new_full((unit,), torch.nan)
@@ -70,17 +70,17 @@ def sample_sde(
             densities.append(density)
         latents.append(torch.stack(chain, dim=1)[:real].cpu())
         log_probs.append(torch.stack(densities, dim=1)[:real].cpu())
-    return Trajectories(torch.cat(latents), torch.cat(log_probs), sigmas, conditioning)
+    return Trajectories(torch.cat(latents), torch.cat(log_probs), sigmas, times, conditioning)
 
 
 @torch.no_grad()
-def sample_ode(family: Family, conditioning: Conditioning, sigmas: Tensor, start: Tensor, *, unit: int) -> Tensor:
+def sample_ode(family: Family, conditioning: Conditioning, schedule: Schedule, start: Tensor, *, unit: int) -> Tensor:
     """Integrate the probability-flow ODE with Euler steps; returns ``(n, *latent_shape)`` clean latents on the CPU.
 
     Args:
         family: the policy.
         conditioning: the encoded prompts, one row per sample.
-        sigmas: ``(T + 1,)``.
+        schedule: noise levels and times.
         start: ``(n, *latent_shape)`` standard normal noise.
         unit: samples in one forward; the last forward is padded.
 
@@ -88,13 +88,13 @@ def sample_ode(family: Family, conditioning: Conditioning, sigmas: Tensor, start
         NumericsError: a latent is not finite; names row and step.
     """
     dtype = compute_dtype(family.dtype)
-    sigmas = sigmas.to(dtype)
+    sigmas, times = schedule.levels.to(dtype), schedule.times.to(dtype)
     clean = []
     for rows, real in padded_units(range(len(start)), unit):
         x = start[rows].to(family.device, dtype)
         cond = _take(conditioning, rows)
         for step, (sigma, sigma_next) in enumerate(_transitions(sigmas, unit, family.device)):
-            x = euler(x, family.velocity(x, sigma, cond), sigma, sigma_next)
+            x = euler(x, family.predict(x, times[step].to(family.device).expand(unit), cond), sigma, sigma_next)
             _check_finite(x, "latent", step, [f"row {row}" for row in rows])
         clean.append(x[:real].cpu())
     return torch.cat(clean)

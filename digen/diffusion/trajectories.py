@@ -24,8 +24,10 @@ class Trajectories:
     """``(n, T + 1, *latent_shape)``, from noise to sample."""
     log_probs: Tensor
     """``(n, T)`` under the policy that drew them; NaN for the last, noiseless step."""
-    sigmas: Tensor
-    """``(T + 1,)``, as they were used."""
+    levels: Tensor
+    """``(T + 1,)`` noise levels, as they were used: see :class:`digen.diffusion.families.base.Schedule`."""
+    times: Tensor
+    """``(T,)``: what the network was told at each transition."""
     conditioning: Conditioning
     """The encoded prompts, one row per chain."""
 
@@ -37,11 +39,12 @@ class Trajectories:
     @property
     def num_steps(self) -> int:
         """Transitions T of a chain."""
-        return len(self.sigmas) - 1
+        return len(self.times)
 
     def arrays(self) -> dict[str, Any]:
         """Numpy arrays by name, as a payload carries them. Conditioning is at least float32 there."""
-        tensors = {"latents": self.latents, "log_probs": self.log_probs, "sigmas": self.sigmas}
+        tensors = {"latents": self.latents, "log_probs": self.log_probs, "levels": self.levels}
+        tensors["times"] = self.times
         for name, tensor in self.conditioning.items():
             tensors[_CONDITIONING + name] = tensor.float() if tensor.dtype.itemsize < 4 else tensor
         return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
@@ -54,7 +57,7 @@ class Trajectories:
             InvariantViolation: an array is missing, or the shapes contradict each other.
         """
         tensors = {name: torch.from_numpy(np.array(arrays[name])) for name in arrays}
-        missing = {"latents", "log_probs", "sigmas"} - set(tensors)
+        missing = {"latents", "log_probs", "levels", "times"} - set(tensors)
         if missing:
             raise InvariantViolation(f"rollout payload lacks {', '.join(sorted(missing))}; it has {sorted(tensors)}")
         conditioning = {
@@ -62,12 +65,12 @@ class Trajectories:
             for name, tensor in tensors.items()
             if name.startswith(_CONDITIONING)
         }
-        made = cls(tensors["latents"], tensors["log_probs"], tensors["sigmas"], conditioning)
+        made = cls(tensors["latents"], tensors["log_probs"], tensors["levels"], tensors["times"], conditioning)
         n, steps = made.num_samples, made.num_steps
         rows = {len(tensor) for tensor in conditioning.values()}
         if made.latents.shape[:2] != (n, steps + 1) or made.log_probs.shape != (n, steps) or rows - {n}:
             raise InvariantViolation(
-                f"rollout payload is incomplete: {steps + 1} sigmas, but latents {tuple(made.latents.shape)}, "
+                f"rollout payload is incomplete: {steps} times, but latents {tuple(made.latents.shape)}, "
                 f"log_probs {tuple(made.log_probs.shape)} and conditioning rows {sorted(rows)}"
             )
         return made

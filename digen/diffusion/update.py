@@ -250,7 +250,8 @@ class Learner:
         following = [step + 1 for step in steps]
         latents = chains[:, steps].flatten(0, 1).to(device)
         targets = chains[:, following].flatten(0, 1).to(device)
-        sigmas = trajectories.sigmas.to(device)
+        sigmas = trajectories.levels.to(device)
+        times = trajectories.times.to(device)[steps].repeat(len(rows))
         sigma, sigma_next = sigmas[steps].repeat(len(rows)), sigmas[following].repeat(len(rows))
         conditioning = {
             name: tensor[rows].repeat_interleave(len(steps), dim=0).to(device)
@@ -258,7 +259,7 @@ class Learner:
         }
         transition = flow_sde(
             latents,
-            self._family.velocity(latents, sigma, conditioning),
+            self._family.predict(latents, times, conditioning),
             sigma,
             sigma_next,
             second_sigma=sigmas[1],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from digen.config import RunConfig, load_config
-from digen.diffusion.families.base import Conditioning, Images
+from digen.diffusion.families.base import Conditioning, Images, Schedule
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
 from digen.diffusion.schedule import linear_sigmas, static_shift
 from digen.types import GroupSlice, MicroBatch, Prompt
@@ -35,13 +35,13 @@ class Toy:
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.network.named_parameters())
 
-    def sigmas(self, num_steps: int) -> Tensor:
-        return static_shift(linear_sigmas(num_steps), 3.0)
+    def schedule(self, num_steps: int) -> Schedule:
+        return Schedule.of_flow(static_shift(linear_sigmas(num_steps), 3.0))
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         return {"label": torch.tensor([[p.metadata["label"] / 10, 1.0] for p in prompts], dtype=self.dtype)}
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         self.forward_rows.append(len(latents))
         inputs = torch.cat([latents.flatten(1), sigma[:, None], conditioning["label"]], dim=1)
         output: Tensor = self.network(inputs.to(self.dtype)).reshape(latents.shape)

@@ -75,7 +75,8 @@ def test_a_rollout_carries_what_training_needs(generator: GeneratorTarget, micro
     assert shapes == {
         "latents": ((6, 6, 1, 8, 8), "float32"),
         "log_probs": ((6, 5), "float32"),
-        "sigmas": ((6,), "float32"),
+        "levels": ((6,), "float32"),
+        "times": ((5,), "float32"),
         "conditioning.embedding": ((6, 32), "float32"),
     }
     assert (rollout.version, rollout.version_end) == (0, 0)

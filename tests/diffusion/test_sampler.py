@@ -19,7 +19,7 @@ Make = Callable[..., MicroBatch]
 
 def _sample(toy: Any, micro_batch: MicroBatch, *, unit: int, num_steps: int = 5) -> Trajectories:
     prompts = [piece.prompt for piece, _ in micro_batch.samples()]
-    return sample_sde(toy, micro_batch, toy.encode(prompts), toy.sigmas(num_steps), noise_level=0.7, unit=unit)
+    return sample_sde(toy, micro_batch, toy.encode(prompts), toy.schedule(num_steps), noise_level=0.7, unit=unit)
 
 
 def test_units_are_padded_with_a_real_row() -> None:
@@ -32,8 +32,8 @@ def test_shapes_and_types(toy: Any, micro_batch: Make) -> None:
     chains = _sample(toy(torch.float32), micro_batch(), unit=4)
     assert chains.latents.shape == (6, 6, 3, 2)
     assert chains.log_probs.shape == (6, 5)
-    assert chains.sigmas.shape == (6,)
-    assert {t.dtype for t in (chains.latents, chains.log_probs, chains.sigmas)} == {torch.float32}
+    assert chains.levels.shape == (6,)
+    assert {t.dtype for t in (chains.latents, chains.log_probs, chains.levels)} == {torch.float32}
     assert bool(torch.isfinite(chains.log_probs[:, :-1]).all())
 
 
@@ -41,12 +41,12 @@ def test_chains_are_a_transcription_of_the_algorithm(toy: Any, micro_batch: Make
     model, batch = toy(torch.float64), micro_batch(count=3)
     chains = _sample(model, batch, unit=3)
     noise, x = streams(batch.seeds(STEP_NOISE)), draw(streams(batch.seeds(INITIAL_NOISE)), (3, 2)).double()
-    sigmas = model.sigmas(5)
+    sigmas = model.schedule(5).levels
     for i in range(5):
         assert torch.equal(chains.latents[:, i], x)
         sigma, following = sigmas[i].expand(3), sigmas[i + 1].expand(3)
         with torch.no_grad():
-            v = model.velocity(x, sigma, chains.conditioning)
+            v = model.predict(x, sigma, chains.conditioning)
         if i == 4:
             x = x - sigmas[4] * v
             break
@@ -78,7 +78,7 @@ def test_the_cut_of_a_group_does_not_change_its_samples(toy: Any, micro_batch: M
 
 def test_a_diverged_policy_names_sample_and_step(toy: Any, micro_batch: Make) -> None:
     model = toy(torch.float32)
-    velocity = model.velocity
+    velocity = model.predict
     calls: list[int] = []
 
     def broken(latents: Any, sigma: Any, conditioning: Any) -> Any:
@@ -88,7 +88,7 @@ def test_a_diverged_policy_names_sample_and_step(toy: Any, micro_batch: Make) ->
             output[1, 0, 0] = torch.nan
         return output
 
-    model.velocity = broken
+    model.predict = broken
     with pytest.raises(NumericsError, match=r"sample s0p0/1 is not finite after denoising step 2"):
         _sample(model, micro_batch(), unit=6)
 
@@ -97,30 +97,32 @@ def test_ode_samples_follow_euler_and_name_a_broken_row(toy: Any) -> None:
     model = toy(torch.float64)
     start = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
     conditioning = {"label": torch.ones(5, 2, dtype=torch.float64)}
-    sigmas = model.sigmas(4)
+    sigmas = model.schedule(4).levels
     x = start.double()
     with torch.no_grad():
         for i in range(4):
-            x = x + (sigmas[i + 1] - sigmas[i]) * model.velocity(x, sigmas[i].expand(5), conditioning)
-    torch.testing.assert_close(sample_ode(model, conditioning, sigmas, start, unit=2), x, rtol=1e-12, atol=1e-12)
+            x = x + (sigmas[i + 1] - sigmas[i]) * model.predict(x, sigmas[i].expand(5), conditioning)
+    torch.testing.assert_close(
+        sample_ode(model, conditioning, model.schedule(4), start, unit=2), x, rtol=1e-12, atol=1e-12
+    )
     start[3] = torch.inf
     with pytest.raises(NumericsError, match="row 3"):
-        sample_ode(model, conditioning, sigmas, start, unit=2)
+        sample_ode(model, conditioning, model.schedule(4), start, unit=2)
 
 
 def test_trajectories_survive_the_way_through_buffers(toy: Any, micro_batch: Make) -> None:
     chains = _sample(toy(torch.float32), micro_batch(), unit=6)
     again = Trajectories.from_arrays({name: memoryview(array) for name, array in chains.arrays().items()})
     assert torch.equal(again.latents, chains.latents)
-    assert torch.equal(again.sigmas, chains.sigmas)
+    assert torch.equal(again.levels, chains.levels)
     assert torch.equal(again.conditioning["label"], chains.conditioning["label"])
     assert again.latents.data_ptr() != chains.latents.data_ptr()
 
 
 def test_short_or_missing_trajectories_are_errors(toy: Any, micro_batch: Make) -> None:
     arrays = _sample(toy(torch.float32), micro_batch(), unit=6).arrays()
-    with pytest.raises(InvariantViolation, match="lacks sigmas"):
-        Trajectories.from_arrays({name: array for name, array in arrays.items() if name != "sigmas"})
+    with pytest.raises(InvariantViolation, match="lacks levels"):
+        Trajectories.from_arrays({name: array for name, array in arrays.items() if name != "levels"})
     for broken in ({"latents": arrays["latents"][:, :-1]}, {"conditioning.label": arrays["conditioning.label"][:-1]}):
         with pytest.raises(InvariantViolation, match="incomplete"):
             Trajectories.from_arrays({**arrays, **broken})

@@ -29,7 +29,7 @@ def _sample(model: Any, micro_batch: MicroBatch, num_steps: int = 5) -> Trajecto
         model,
         micro_batch,
         model.encode(prompts),
-        model.sigmas(num_steps),
+        model.schedule(num_steps),
         noise_level=0.7,
         unit=micro_batch.num_samples,
     )
@@ -56,7 +56,7 @@ def _nudge(model: Any, size: float = 1e-3) -> None:
 def _transcription(model: Any, chains: Trajectories, advantages: Sequence[float | None], clip: float) -> torch.Tensor:
     """The summed loss, written down term by term from the formulas."""
     total = torch.zeros((), dtype=torch.float64)
-    sigmas = chains.sigmas
+    sigmas = chains.levels
     for row, given in enumerate(advantages):
         if given is None:
             continue
@@ -64,7 +64,7 @@ def _transcription(model: Any, chains: Trajectories, advantages: Sequence[float 
         for i in range(chains.num_steps - 1):
             x, following = chains.latents[row, i], chains.latents[row, i + 1]
             sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
-            v = model.velocity(x[None], sigma[None], {k: c[row : row + 1] for k, c in chains.conditioning.items()})[0]
+            v = model.predict(x[None], sigma[None], {k: c[row : row + 1] for k, c in chains.conditioning.items()})[0]
             s = 0.7 * (sigma / (1 - (sigmas[1] if i == 0 else sigma))) ** 0.5
             mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
             density = Normal(mean, s * (-dt) ** 0.5).log_prob(following)  # type: ignore[no-untyped-call]  # torch's gap

@@ -1,28 +1,32 @@
 """The registry of model families: what the driver needs to know before a worker starts. Imports no torch.
 
-A family is a module with a function ``load`` that returns a :class:`digen.diffusion.families.base.Family`.
+A family is a class that is called with the keywords of
+:class:`digen.diffusion.families.pipeline.PipelineFamily` and has the methods of
+:class:`digen.diffusion.families.base.Family`. Another package adds one by an entry point of the group
+``digen.families`` (``name = "package.module:Class"``), or a config names ``package.module:Class`` itself.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from digen.config import ModelSection
+from digen.diffusion.registry import find
 from digen.errors import ConfigError
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_HUB = "hf:"
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyInfo:
     """What is known of a family without importing it."""
 
-    module: str
-    """The module whose ``load`` builds it."""
-    extras: tuple[str, ...]
+    target: str
+    """``package.module:Class``."""
+    extras: tuple[str, ...] = ("diffusion",)
     """Extras of ``digen-rl`` that it needs."""
     model: Path | None = None
     """The embedded model's folder, used when ``model.path`` is not set."""
@@ -34,42 +38,49 @@ class FamilyInfo:
     """``module:attribute`` of an independent judge that evaluation uses, or ``None``."""
 
 
+_HERE = "digen.diffusion.families"
+
 FAMILIES: dict[str, FamilyInfo] = {
     "digits": FamilyInfo(
-        module="digen.diffusion.families.digits",
+        target=f"{_HERE}.digits:Digits",
         extras=("diffusion", "demo"),
         model=_ASSETS / "digits",
         prompts=_ASSETS / "digits" / "prompts.jsonl",
         metadata=("label",),
         judge="digen.diffusion.rewards.classifier:Judge",
-    )
+    ),
+    "flux": FamilyInfo(f"{_HERE}.flux:Flux"),
+    "hunyuan_video": FamilyInfo(f"{_HERE}.hunyuan_video:HunyuanVideo"),
+    "qwen_image": FamilyInfo(f"{_HERE}.qwen_image:QwenImage"),
+    "sd15": FamilyInfo(f"{_HERE}.sd15:StableDiffusion15"),
+    "sd3": FamilyInfo(f"{_HERE}.sd3:StableDiffusion3"),
+    "wan": FamilyInfo(f"{_HERE}.wan:Wan"),
 }
-"""Every known family by name."""
+"""Every built-in family by name."""
 
 
 def lookup(name: str) -> FamilyInfo:
-    """The family called ``name``.
+    """The family called ``name``: built in, another package's, or a class ``package.module:Class``.
 
     Raises:
         ConfigError: there is none; names the nearest and all known ones.
     """
-    try:
-        return FAMILIES[name]
-    except KeyError:
-        close = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"unknown model.family {name!r}; {hint}known: {', '.join(sorted(FAMILIES))}") from None
+    return find(name, FAMILIES, field="model.family", group="digen.families", wrap=FamilyInfo)
 
 
-def model_folder(model: ModelSection) -> Path:
-    """The checked folder that holds the model of a config: ``model.path``, else the family's embedded one.
+def source(model: ModelSection) -> Path | str:
+    """Where the model of a config is: its folder, the family's embedded one, or a name on the hub.
 
     Raises:
         ConfigError: the family is unknown, needs ``model.path``, or the folder is not a diffusers model.
     """
     path = model.path if model.path is not None else lookup(model.family).model
     if path is None:
-        raise ConfigError(f"model.family {model.family!r} has no embedded model; set model.path to a diffusers folder")
+        raise ConfigError(
+            f"model.family {model.family!r} has no embedded model; set model.path to a diffusers folder, or hf:ORG/NAME"
+        )
+    if str(path).startswith(_HUB):
+        return str(path).removeprefix(_HUB)
     check_model_folder(path)
     return path
 
