@@ -8,6 +8,8 @@ Optional methods are looked up by name and used when they exist:
 
 ========================  ==========================================================================
 ``generate`` on a trainer  makes it eligible for assists (TAG, paper 3.3)
+``encode(prompts)`` on all generators  called once a step, before its first generation; what it returns goes with
+                           every ``generate(micro_batch, encoded)`` of the step, on the trainer too
 ``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
 ``release(payload)``       the scheduler will not read this payload again; not a coroutine
 ``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began
@@ -22,10 +24,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     LoadReport,
     MicroBatch,
+    Prompt,
     Publication,
     Rollout,
     Scored,
@@ -89,7 +93,8 @@ class Trainer(Handle, Protocol):
 
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "generate": ((MicroBatch,), Rollout),
+    "encode": ((tuple[Prompt, ...],), Encoded),
+    "generate": ((MicroBatch, Encoded | None), Rollout),
     "score": ((Rollout,), Scored),
     "load": ((Publication,), LoadReport),
     "update": ((Rollout, tuple[float | None, ...]), UpdateReport),
@@ -100,4 +105,5 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "restore": ((str,), int),
     "evaluate": ((EvaluationRequest,), EvaluationReport),
 }
-"""Argument types and result type of every method that crosses a process boundary."""
+"""Argument types and result type of every method that crosses a process boundary. A last argument may be absent where
+its type allows ``None``."""

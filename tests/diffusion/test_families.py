@@ -86,7 +86,7 @@ def test_weights_are_aligned_and_on_their_own() -> None:
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters().values())
     assert 900_000 < sum(parameter.numel() for parameter in model.parameters().values()) < 1_000_000
     assert not model.network.training
-    assert not model._embedding.requires_grad
+    assert not model.pipe.requires_grad
 
 
 def test_sigmas_latents_and_images() -> None:
