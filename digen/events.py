@@ -17,8 +17,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-TaskKind = Literal["load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint"]
-"""What a worker can be busy with. ``assist`` is a generation on the trainer; ``switch`` its load and offload."""
+TaskKind = Literal[
+    "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint"
+]
+"""What a worker can be busy with. ``encode`` is of a whole step's prompts, ``assist`` a generation on the trainer,
+``switch`` its load and offload."""
 
 Role = Literal["generator", "scorer", "trainer"]
 
@@ -31,6 +34,7 @@ Cause = Literal[
     "wait_barrier",
     "wait_hold",
     "wait_limit",
+    "wait_encode",
     "wait_work",
     "wait_skip",
 ]
@@ -45,6 +49,7 @@ wait_order     scored micro-batches wait, but not the next one in index order
 wait_barrier   a stage barrier (modes colocated and naive) holds it back
 wait_hold      ``sync="hold"``: waits until all generators have stopped and loaded
 wait_limit     ``max_generating`` generations are running
+wait_encode    the step's prompts are being encoded
 wait_work      nothing is left to do in this run
 wait_skip      the TAG policy skipped this bubble
 =============  =====================================================================================

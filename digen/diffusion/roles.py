@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -31,15 +31,17 @@ from digen.config import RunConfig
 from digen.diffusion import families
 from digen.diffusion.evaluate import evaluate
 from digen.diffusion.families.base import Conditioning, Family, Images
+from digen.diffusion.families.pipeline import Part
 from digen.diffusion.preview import Section, write_grid
 from digen.diffusion.rewards.compute import RewardFunction, build_callable, build_reward, compute_rewards
 from digen.diffusion.sampler import sample_sde
 from digen.diffusion.seeds import INITIAL_NOISE
-from digen.diffusion.trajectories import Trajectories
+from digen.diffusion.trajectories import Trajectories, conditioning_arrays
 from digen.diffusion.update import Learner
 from digen.diffusion.weights import load_publication, publication
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     LoadReport,
@@ -53,24 +55,27 @@ from digen.types import (
 )
 
 
-def build_family(config: RunConfig) -> Family:
-    """Load the family and model of a config, frozen in evaluation mode.
+def build_family(config: RunConfig, parts: frozenset[Part]) -> Family:
+    """Load the family and model of a config in evaluation mode, with ``parts`` beside the denoiser.
 
     Raises:
         ConfigError: the family is unknown, or its folder is missing or is no model.
     """
     module, _, name = families.lookup(config.model.family).target.partition(":")
-    family: Family = getattr(import_module(module), name)(model=config.model, sampling=config.sampling)
+    family: Family = getattr(import_module(module), name)(model=config.model, sampling=config.sampling, parts=parts)
     return family
 
 
 class _Policy:
     """A loaded family that draws trajectories."""
 
+    parts: ClassVar[frozenset[Part]] = frozenset({"encode", "decode"})
+    """What it loads beside the denoiser."""
+
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         self._config = RunConfig.model_validate(config)
         self._folder = Path(folder) if folder is not None else None
-        self._family = build_family(self._config)
+        self._family = build_family(self._config, self.parts)
         self._schedule = self._family.schedule(self._config.sampling.num_inference_steps)
         self._encode = lru_cache(maxsize=256)(self._encode_one)
 
@@ -79,19 +84,20 @@ class _Policy:
         """Optimizer steps in the weights held now."""
         raise NotImplementedError
 
-    def generate(self, micro_batch: MicroBatch) -> Rollout:
+    def generate(self, micro_batch: MicroBatch, encoded: Encoded | None = None) -> Rollout:
         """Draw every sample with the weights held now; touches no gradient, optimizer state or parameter.
 
-        The payload is that of :class:`digen.diffusion.trajectories.Trajectories`.
+        The payload is that of :class:`digen.diffusion.trajectories.Trajectories`. Without ``encoded`` the prompts are
+        encoded here.
 
         Raises:
             NumericsError: a latent or log-probability is not finite.
+            ConfigError: without ``encoded``, on a worker that has no encoders.
         """
         version = self.version
         began = perf_counter()
-        rows = [self._encode(msgspec.json.encode(piece.prompt)) for piece, _ in micro_batch.samples()]
-        conditioning = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        encoded = perf_counter()
+        conditioning = self._conditioning(micro_batch, encoded)
+        sampled = perf_counter()
         trajectories = sample_sde(
             self._family,
             micro_batch,
@@ -105,11 +111,21 @@ class _Policy:
             version=version,
             version_end=self.version,
             payload=Payload(trajectories.arrays()),
-            stats={"encode_s": encoded - began, "sample_s": perf_counter() - encoded},
+            stats={"encode_s": sampled - began, "sample_s": perf_counter() - sampled},
         )
 
     def _unit(self, num_samples: int) -> int:
         return self._config.model.forward_batch or num_samples
+
+    def _conditioning(self, micro_batch: MicroBatch, encoded: Encoded | None) -> Conditioning:
+        """One row per sample."""
+        prompts = [piece.prompt for piece, _ in micro_batch.samples()]
+        if encoded is None:
+            rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
+            return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        order = [encoded.prompts.index(prompt) for prompt in prompts]
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in encoded.payload.items()}
+        return {name: tensor[order].to(self._family.device) for name, tensor in arrays.items()}
 
     def _encode_one(self, key: bytes) -> Conditioning:
         # One prompt at a time: an encoder is not batch invariant either.
@@ -118,7 +134,7 @@ class _Policy:
 
 
 class _Scorer(_Policy):
-    """A policy's host that also scores: the paper's colocated reward."""
+    """A policy's host that also encodes and scores: the paper's colocated reward."""
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         super().__init__(config, folder)
@@ -128,6 +144,12 @@ class _Scorer(_Policy):
     def _judge(self) -> RewardFunction | None:
         target = families.lookup(self._config.model.family).judge
         return build_callable(target, {}) if target is not None else None
+
+    def encode(self, prompts: Sequence[Prompt]) -> Encoded:
+        """Encode the prompts of a step, for every worker that generates for it."""
+        rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
+        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return Encoded(tuple(prompts), Payload(conditioning_arrays(tensors)))
 
     def score(self, rollout: Rollout) -> Scored:
         """Decode the last latents and reward them; every ``observe.preview_every`` steps also draw a picture.
@@ -201,10 +223,12 @@ class GeneratorTarget(_Scorer):
 
 
 class TrainerTarget(_Policy):
-    """A trainer; its ``generate`` makes it eligible for assists.
+    """A trainer; its ``generate`` makes it eligible for assists. It has neither text encoders nor VAE.
 
     Args and errors: as :class:`GeneratorTarget`.
     """
+
+    parts = frozenset()
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         super().__init__(config, folder)
@@ -255,7 +279,9 @@ class TrainerTarget(_Policy):
 
 
 class ColocatedTarget(_Scorer, TrainerTarget):
-    """Every stage in one process: a trainer that also scores and evaluates."""
+    """Every stage in one process: a trainer that also encodes, scores and evaluates."""
+
+    parts = frozenset({"encode", "decode"})
 
 
 def _preview(folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:

@@ -25,7 +25,7 @@ MAX_IMAGE_BYTES = 8 * 1024 * 1024
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What the page may do: nothing but show itself."""
 
-_KINDS = ("generate", "assist", "score", "update", "commit", "publish", "load", "switch", "checkpoint")
+_KINDS = ("encode", "generate", "assist", "score", "update", "commit", "publish", "load", "switch", "checkpoint")
 
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),

@@ -43,6 +43,11 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
                     f"worker {handle.name!r} has no method {method!r}; without scorers every generator must score, "
                     "and without generators the trainer must generate and score"
                 )
+    without = [handle.name for handle in generators if not hasattr(handle, "encode")]
+    if 0 < len(without) < len(generators):
+        raise ConfigError(
+            f"generators {', '.join(without)} have no method 'encode' but others do; all of them must, or none"
+        )
     version = getattr(trainer, "version", start_step)
     if version != start_step:
         raise ConfigError(
@@ -51,7 +56,7 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
         )
 
 
-def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any) -> Rules:
+def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any, generators: Sequence[Any]) -> Rules:
     """The numbers that Algorithm 1 compares with; warns of those that do not do what they seem to."""
     limit = stale_limit(config.resolved_stale_fraction, plan.num_micro_batches) if config.resolved_window > 1 else 0
     if config.resolved_window > 1 and limit == 0:
@@ -74,6 +79,7 @@ def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any)
         assists=hasattr(trainer, "generate") and policy.name != "never",
         switches=hasattr(trainer, "switch"),
         lazy_switch=config.lazy_switch,
+        encodes=any(hasattr(handle, "encode") for handle in generators),
     )
 
 

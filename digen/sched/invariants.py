@@ -24,7 +24,7 @@ from digen.events import (
     WorkerLeft,
 )
 
-_WHOLE_STEP = {"load", "switch", "commit", "publish", "checkpoint"}
+_WHOLE_STEP = {"encode", "load", "switch", "commit", "publish", "checkpoint"}
 
 
 def check(events: Iterable[AnyEvent]) -> InvariantChecker:

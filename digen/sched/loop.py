@@ -448,7 +448,7 @@ class Scheduler:
         config, plan = self._config, self._plan
         trainer, generators, scorers = self._trainer, self._generators, self._scorers
         check_handles(trainer, generators, scorers, start_step=self._start_step)
-        rules = rules_from(config, plan, self._policy, trainer)
+        rules = rules_from(config, plan, self._policy, trainer, generators)
         self._state = State(plan, self._advantage, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
@@ -516,6 +516,8 @@ class Scheduler:
         for method in needed_methods(role, scorers=bool(self._state.scorers)):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
+        if role == "generator" and hasattr(handle, "encode") != self._state.rules.encodes:
+            raise ConfigError(f"worker {handle.name!r}: all generators must have the method 'encode', or none")
         self._join(handle, role)
         self._state.recount_outdated()
         self._inbox.wake()

@@ -17,7 +17,17 @@ from digen.sched.lanes import Checkpointer
 from digen.sched.meter import Meter
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.sync import WeightSync
-from digen.types import CommitReport, LoadReport, Payload, Publication, Rollout, Scored, StepReport, UpdateReport
+from digen.types import (
+    CommitReport,
+    Encoded,
+    LoadReport,
+    Payload,
+    Publication,
+    Rollout,
+    Scored,
+    StepReport,
+    UpdateReport,
+)
 
 
 class Results:
@@ -63,6 +73,7 @@ class Results:
         self._groups: dict[int, list[CompletedGroup]] = {}
         self._trained: list[dict[str, float]] = []
         self._takers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
+            "encode": self._encoded,
             "generate": self._generated,
             "assist": self._generated,
             "score": self._scored,
@@ -102,6 +113,14 @@ class Results:
         follower = self._followers.get(task.kind)
         if follower is not None:
             follower(task, result)
+
+    def _encoded(self, task: Task, encoded: Encoded) -> dict[str, float]:
+        self._expect(task, encoded, Encoded)
+        (prompts,) = task.argument
+        if encoded.prompts != prompts:
+            raise self._protocol(task, f"{len(encoded.prompts)} other prompts than the {len(prompts)} it was given")
+        self.state.ledger(task.step).encoded = encoded
+        return {}
 
     def _generated(self, task: Task, rollout: Rollout) -> dict[str, float]:  # 11, 12, 16
         self._expect(task, rollout, Rollout)
@@ -182,6 +201,8 @@ class Results:
         self._trained = []
         for index, rollout in step.rollouts.items():
             self._release(step.owners[index], rollout.payload)
+        if step.encoder is not None and step.encoded is not None:
+            self._release(step.encoder, step.encoded.payload)
         self._emit(StepCommitted(now, task.step, report.version, values))
         self._report(StepReport(task.step, report.version, values))
 

@@ -30,7 +30,13 @@ def select(state: State, gate: Callable[[int], bool] | None = None) -> Task | No
     """
     if not state.someone_idle:
         return None
-    return _load(state) or _score(state) or _generate(state, gate)
+    return (
+        _load(state)
+        or _score(state)
+        or _encode(state, ahead=False)
+        or _generate(state, gate)
+        or _encode(state, ahead=True)
+    )
 
 
 def select_sync(state: State) -> Task | None:
@@ -138,7 +144,9 @@ def idle_cause(state: State, worker: Worker) -> Cause:
         return "wait_rollout" if state.step < state.last_step else "wait_work"
     if state.holding:
         return "wait_hold"
-    if state.candidate() is not None:
+    if (step := state.candidate()) is not None:
+        if not state.may_start(step):
+            return "wait_encode"
         return "wait_weights" if state.may_generate else "wait_limit"
     if state.horizon == state.last_step:
         return "wait_work"
@@ -197,6 +205,16 @@ def _score(state: State) -> Task | None:
     return _score_task(state, step, worker)
 
 
+def _encode(state: State, *, ahead: bool) -> Task | None:
+    # A step's prompts are encoded once, before its first generation; ahead of time by whoever has nothing else to do.
+    step = None if state.holding else state.unencoded(ahead=ahead)
+    worker = state.pop_idle(state.idle_versions()) if step is not None else None
+    if step is None or worker is None:
+        return None
+    step.encoder = worker
+    return _task("encode", worker, step.number, argument=(step.prompts(),), version=worker.version)
+
+
 def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if state.holding or not state.may_generate:
         return None
@@ -204,7 +222,7 @@ def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if not versions:
         return None
     step = state.candidate()
-    if step is None:
+    if step is None or not state.may_start(step):
         return None
     admitted = [version for version in versions if state.admitted(step, version)]
     if not admitted or (gate is not None and step.number > state.step and not gate(step.number)):
@@ -226,7 +244,7 @@ def _program_task(state: State, kind: TaskKind, argument: Any) -> Task:
 
 def _can_assist(state: State, step: Step) -> bool:
     # Only the current step: its micro-batches are fresh on the trainer, and those of the next would delay this one.
-    return bool(step.pending) and state.may_generate and state.rules.assists
+    return bool(step.pending) and state.may_start(step) and state.may_generate and state.rules.assists
 
 
 def _decide(state: State, step: Step, ask: Ask) -> bool:
@@ -272,7 +290,9 @@ def _score_task(state: State, step: Step, worker: Worker) -> Task:
 
 def _generate_task(state: State, step: Step, worker: Worker, kind: TaskKind) -> Task:
     index, stale = state.dispatch(step, worker)
-    task = _task(kind, worker, step.number, index, argument=(step.micro_batches[index],), version=worker.version)
+    micro_batch = step.micro_batches[index]
+    argument = (micro_batch, step.encoded) if step.encoded is not None else (micro_batch,)
+    task = _task(kind, worker, step.number, index, argument=argument, version=worker.version)
     task.stale = stale
     return task
 

@@ -19,7 +19,7 @@ from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
 from digen.sched.admission import admits
 from digen.sched.profile import Kind
-from digen.types import MicroBatch, Publication, Rollout
+from digen.types import Encoded, MicroBatch, Prompt, Publication, Rollout
 
 if TYPE_CHECKING:
     from digen.config import AdvantageSection
@@ -41,6 +41,8 @@ class Rules(Struct, frozen=True):
     """Whether the trainer must be switched for an assist and back."""
     lazy_switch: bool
     """Whether it stays switched between assists that follow each other."""
+    encodes: bool
+    """Whether prompts are encoded, by a task of each step, before they are generated for."""
 
 
 class Worker:
@@ -95,6 +97,9 @@ class Step:
         self.micro_batches = micro_batches
         self.assembler = GroupAssembler(micro_batches, advantage)
         self.pending = deque(range(len(micro_batches)))
+        self.encoder: Worker | None = None
+        """Who encodes, or has encoded, its prompts."""
+        self.encoded: Encoded | None = None
         self.num_stale = 0
         self.num_generating = 0
         self.num_generated = 0
@@ -116,6 +121,15 @@ class Step:
     def complete(self) -> bool:
         """Line 27: all B micro-batches have settled."""
         return len(self.settled) == len(self.micro_batches)
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Its prompts, each once, in the order of the plan."""
+        unique = {piece.uid: piece.prompt for micro_batch in self.micro_batches for piece in micro_batch.slices}
+        prompts: list[Prompt] = []
+        for prompt in unique.values():
+            if prompt not in prompts:
+                prompts.append(prompt)
+        return tuple(prompts)
 
     def settle(self, index: int, outcome: str) -> None:
         """Micro-batch ``index`` is done with."""
@@ -188,6 +202,22 @@ class State:
             step = self.ledger(number)
             if step.pending:
                 return step
+        return None
+
+    def may_start(self, step: Step) -> bool:
+        """Whether the prompts of a step are encoded, if they are at all."""
+        return step.encoded is not None or not self.rules.encodes
+
+    def unencoded(self, *, ahead: bool) -> Step | None:
+        """The step whose prompts are to be encoded next: that of the candidate, with ``ahead`` also the one after."""
+        if not self.rules.encodes:
+            return None
+        for number in range(self.step, min(self.horizon + ahead, self.last_step)):
+            step = self.ledger(number)
+            if step.encoder is None:
+                return step
+            if step.pending and not ahead:
+                return None
         return None
 
     def admitted(self, step: Step, version: int) -> bool:
