@@ -171,12 +171,24 @@ class GroupCompleted(Event, frozen=True, tag="group_completed"):
     versions: tuple[int, ...]
 
 
+class GroupDropped(Event, frozen=True, tag="group_dropped"):
+    """The reward of a group's samples failed; none of them is trained on, and they leave the step's denominator."""
+
+    step: int
+    uid: str
+    index: int
+    """The micro-batch whose score failed."""
+    error: str
+
+
 class MicroBatchSettled(Event, frozen=True, tag="micro_batch_settled"):
-    """A micro-batch is done with in its step: its gradient is accumulated, or best-of-N kept none of it."""
+    """A micro-batch is done with in its step: its gradient is accumulated, best-of-N kept none of it, or its group is
+    lost.
+    """
 
     step: int
     index: int
-    outcome: Literal["updated", "empty"]
+    outcome: Literal["updated", "empty", "dropped"]
     version: int
     staleness: int
 
@@ -222,6 +234,7 @@ AnyEvent = (
     | TagDecided
     | Rewarded
     | GroupCompleted
+    | GroupDropped
     | MicroBatchSettled
     | StepCommitted
     | CheckpointSaved

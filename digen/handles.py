@@ -83,7 +83,8 @@ class Trainer(Handle, Protocol):
     async def commit(self, step: int, indices: Sequence[int], /) -> CommitReport:
         """Divide by the step's denominator and step the optimizer.
 
-        ``indices`` are the micro-batches whose updates the step must consist of, no more and no fewer.
+        ``indices`` are the micro-batches whose updates the step must consist of, no more and no fewer. Where the
+        divisor of the advantages was deferred, a third argument is what the gradient is multiplied by.
         """
         ...
 
@@ -98,7 +99,7 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "score": ((Rollout,), Scored),
     "load": ((Publication,), LoadReport),
     "update": ((Rollout, tuple[float | None, ...]), UpdateReport),
-    "commit": ((int, tuple[int, ...]), CommitReport),
+    "commit": ((int, tuple[int, ...], float | None), CommitReport),
     "publish": ((int,), Publication),
     "switch": ((str,), None),
     "save": ((str,), dict[str, Any]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from digen.errors import ConfigError
@@ -76,6 +77,7 @@ def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any,
         hold=config.sync == "hold",
         index_order=config.update_order == "index",
         max_generating=config.max_generating,
+        max_dropped=Decimal(config.max_dropped_groups),
         assists=hasattr(trainer, "generate") and policy.name != "never",
         switches=hasattr(trainer, "switch"),
         lazy_switch=config.lazy_switch,

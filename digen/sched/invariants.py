@@ -202,6 +202,8 @@ class InvariantChecker:
         self._require(started is not None and started.task == event.task, "ends a task that does not run there")
         if isinstance(event, TaskFailed):
             self.num_failed += 1
+            if event.kind == "score":  # its groups are dropped, or the run ends
+                self._stage[event.step, event.index] = "scored"
             return
         self.num_finished += 1
         assert started is not None  # noqa: S101 - required above

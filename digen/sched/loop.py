@@ -23,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -89,6 +90,9 @@ class Scheduler:
         scorers: handles that only score; with any, generators never score.
         config: how to schedule; default :class:`digen.ScheduleConfig`.
         advantage: how rewards become advantages; default per prompt.
+        weights: of the reward's heads by name, where ``advantage`` combines them.
+        defer_divisor: hand out advantages without a divisor of the whole step, and give it to the trainer's commit as
+            a third argument. Exact where the loss is homogeneous in the advantage and does not clamp it.
         policy: a TAG policy of your own, in place of ``config.tag``.
         sinks: called with every event, in order, and must not block.
         on_commit: called with every StepReport as it is made; must not block.
@@ -111,6 +115,8 @@ class Scheduler:
         scorers: Sequence[Scorer] = (),
         config: ScheduleConfig | None = None,
         advantage: AdvantageSection | None = None,
+        weights: Mapping[str, float] | None = None,
+        defer_divisor: bool = False,
         policy: Policy | None = None,
         sinks: Iterable[Sink] = (),
         on_commit: Callable[[StepReport], None] | None = None,
@@ -122,7 +128,12 @@ class Scheduler:
         from digen.config import AdvantageSection, ScheduleConfig
 
         self._config = config if config is not None else ScheduleConfig()
-        self._advantage = advantage if advantage is not None else AdvantageSection()
+        self._assemble = partial(
+            GroupAssembler,
+            advantage=advantage if advantage is not None else AdvantageSection(),
+            weights=weights,
+            defer_divisor=defer_divisor,
+        )
         self._plan = plan
         self._name = name
         self._handles: dict[Worker, Any] = {}
@@ -135,7 +146,7 @@ class Scheduler:
         if not 0 <= start_step <= plan.num_steps:
             raise ConfigError(f"start_step={start_step} is outside the plan's steps, 0 to {plan.num_steps}")
         if start_step < plan.num_steps:
-            GroupAssembler(plan.step(start_step), self._advantage)
+            self._assemble(plan.step(start_step))
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
         self._gate = self._ask_gate if self._policy.gate is not None else None
         self._story = Story()
@@ -329,20 +340,33 @@ class Scheduler:
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
         for task, result, error in completions:
             now = self._now()  # each time: what follows a completion emits events with later times
-            if error is not None:
+            if error is not None and not self._results.may_drop(task, error):
                 raise self._failed(task, error) from error
             try:
-                stats = self._results.take(task, result)
+                stats = self._results.take(task, result) if error is None else self._results.drop(task)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
             self._profile.add(task.worker.name, task.worker.role, task.measured_as, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
-            event = TaskFinished(
-                now, task.id, task.kind, task.worker.name, task.step, task.index, task.version, task.started, stats
-            )
-            self._emit(event)
-            self._results.follow(task, result)
+            if error is None:
+                self._emit(
+                    TaskFinished(
+                        now,
+                        task.id,
+                        task.kind,
+                        task.worker.name,
+                        task.step,
+                        task.index,
+                        task.version,
+                        task.started,
+                        stats,
+                    )
+                )
+                self._results.follow(task, result)
+            else:
+                self._emit(_task_failed(task, now, str(error)))
+                self._results.follow_drop(task, error)
             if task.worker.leaving:
                 self._leave(task.worker)
         if self._policy.reopens and self._state.bubble_asked:
@@ -449,7 +473,7 @@ class Scheduler:
         trainer, generators, scorers = self._trainer, self._generators, self._scorers
         check_handles(trainer, generators, scorers, start_step=self._start_step)
         rules = rules_from(config, plan, self._policy, trainer, generators)
-        self._state = State(plan, self._advantage, rules, start_step=self._start_step)
+        self._state = State(plan, self._assemble, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
         self._results = Results(

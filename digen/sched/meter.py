@@ -77,6 +77,7 @@ class Meter:
             "reward/mean": mean,
             "reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "reward/zero_std_ratio": sum(group.reward_std == 0 for group in groups) / len(groups),
+            "reward/dropped_groups": step.assembler.num_dropped,
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": max(staleness),
             "staleness/ratio": sum(lag > 0 for lag in staleness) / len(staleness),

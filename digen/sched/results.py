@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
-from digen.events import CheckpointSaved, GroupCompleted, MicroBatchSettled, Rewarded, Sink, StepCommitted, TaskKind
+from digen.events import (
+    CheckpointSaved,
+    GroupCompleted,
+    GroupDropped,
+    MicroBatchSettled,
+    Rewarded,
+    Sink,
+    StepCommitted,
+    TaskKind,
+)
 from digen.groups import Arrival, CompletedGroup
 from digen.sched.lanes import Checkpointer
 from digen.sched.meter import Meter
@@ -139,12 +148,43 @@ class Results:
         for name, values in scored.heads.items():
             if not all(map(math.isfinite, values)):
                 raise RewardError(f"{describe(task)}: reward head {name!r} is not finite: {values}")
-        self._arrival = self.state.scored(self.state.ledger(task.step), task.index, tuple(scored.rewards))
+        step = self.state.ledger(task.step)
+        self._arrival = self.state.scored(step, task.index, tuple(scored.rewards), scored.heads)
         return scored.stats
 
+    def may_drop(self, task: Task, error: Exception) -> bool:
+        """Whether the failure of a task costs its groups only, and not the run."""
+        return task.kind == "score" and isinstance(error, RewardError) and self.state.rules.max_dropped > 0
+
+    def drop(self, task: Task) -> dict[str, float]:
+        """A score failed: give its groups up.
+
+        Raises:
+            RewardError: too many of the step's groups are lost by now.
+        """
+        step = self.state.ledger(task.step)
+        self._arrival = self.state.dropped(step, task.index)
+        lost, total = step.assembler.num_dropped, step.assembler.num_groups
+        if lost == total or lost > self.state.rules.max_dropped * total:
+            raise RewardError(
+                f"{lost} of the {total} groups of step {task.step} have no reward, and schedule.max_dropped_groups is "
+                f"{self.state.rules.max_dropped}; mend the reward, or allow more"
+            )
+        return {}
+
+    def follow_drop(self, task: Task, error: Exception) -> None:
+        """Say which groups are lost, and what that completes."""
+        for uid in self._arrival.dropped:
+            self._emit(GroupDropped(self._now(), task.step, uid, task.index, str(error)))
+        self._arrived(task)
+
     def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
-        step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
+        step, now = self.state.ledger(task.step), self._now()
         self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
+        self._arrived(task)
+
+    def _arrived(self, task: Task) -> None:
+        step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
         for group in arrival.groups:
             self._groups.setdefault(task.step, []).append(group)
             versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
@@ -162,7 +202,7 @@ class Results:
             )
         for ready in arrival.ready:
             if not ready.num_kept:
-                self._settled(step, ready.index, "empty")
+                self._settled(step, ready.index, step.settled[ready.index])
 
     def _updated(self, task: Task, report: UpdateReport) -> dict[str, float]:  # 24, 25
         self._expect(task, report, UpdateReport)

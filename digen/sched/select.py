@@ -54,7 +54,9 @@ def select_sync(state: State) -> Task | None:
     if not step.complete:
         return None
     indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
-    return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
+    scale = step.assembler.gradient_scale
+    argument = (step.number, indices) if scale is None else (step.number, indices, scale)
+    return _task("commit", trainer, step.number, argument=argument, version=step.number + 1)
 
 
 def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:

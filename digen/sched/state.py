@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -22,7 +23,6 @@ from digen.sched.profile import Kind
 from digen.types import Encoded, MicroBatch, Prompt, Publication, Rollout
 
 if TYPE_CHECKING:
-    from digen.config import AdvantageSection
     from digen.plan import Plan
 
 
@@ -41,6 +41,8 @@ class Rules(Struct, frozen=True):
     """Whether the trainer must be switched for an assist and back."""
     lazy_switch: bool
     """Whether it stays switched between assists that follow each other."""
+    max_dropped: Decimal
+    """Largest share of a step's groups that may be dropped."""
     encodes: bool
     """Whether prompts are encoded, by a task of each step, before they are generated for."""
 
@@ -92,10 +94,10 @@ def measured_as(kind: TaskKind, argument: Any) -> Kind:
 class Step:
     """The ledger of one step: where each of its B micro-batches stands."""
 
-    def __init__(self, number: int, micro_batches: Sequence[MicroBatch], advantage: AdvantageSection) -> None:
+    def __init__(self, number: int, micro_batches: Sequence[MicroBatch], assembler: GroupAssembler) -> None:
         self.number = number
         self.micro_batches = micro_batches
-        self.assembler = GroupAssembler(micro_batches, advantage)
+        self.assembler = assembler
         self.pending = deque(range(len(micro_batches)))
         self.encoder: Worker | None = None
         """Who encodes, or has encoded, its prompts."""
@@ -141,9 +143,11 @@ class Step:
 class State:
     """Everything the scheduler decides from."""
 
-    def __init__(self, plan: Plan, advantage: AdvantageSection, rules: Rules, *, start_step: int) -> None:
+    def __init__(
+        self, plan: Plan, assemble: Callable[[Sequence[MicroBatch]], GroupAssembler], rules: Rules, *, start_step: int
+    ) -> None:
         self.plan = plan
-        self._advantage = advantage
+        self._assemble = assemble
         self.rules = rules
         self.start_step = start_step
         self.step = start_step
@@ -183,7 +187,8 @@ class State:
         """The ledger of a step, opened when it is first looked at."""
         step = self.steps.get(number)
         if step is None:
-            step = self.steps[number] = Step(number, self.plan.step(number), self._advantage)
+            micro_batches = self.plan.step(number)
+            step = self.steps[number] = Step(number, micro_batches, self._assemble(micro_batches))
         return step
 
     @property
@@ -304,17 +309,26 @@ class State:
         """Take the head of SQ: (step, order of arrival, micro-batch)."""
         return heapq.heappop(self.scoring_queue)
 
-    def scored(self, step: Step, index: int, rewards: tuple[float, ...]) -> Arrival:
+    def scored(
+        self, step: Step, index: int, rewards: tuple[float, ...], heads: Mapping[str, Sequence[float]]
+    ) -> Arrival:
         """Lines 13 to 15: rewards arrived; whole groups get advantages and their micro-batches enter UQ."""
-        step.num_scored += 1
-        arrival = step.assembler.add(index, rewards)
+        arrival = step.assembler.add(index, rewards, heads)
         step.rewards[index] = tuple(map(float, rewards))  # checked above; numbers of any kind become floats
+        return self._arrived(step, arrival)
+
+    def dropped(self, step: Step, index: int) -> Arrival:
+        """A score failed: its groups are lost, which may complete micro-batches that waited for them."""
+        return self._arrived(step, step.assembler.drop(index))
+
+    def _arrived(self, step: Step, arrival: Arrival) -> Arrival:
+        step.num_scored += 1
         for ready in arrival.ready:
             step.kept[ready.index] = ready.num_kept
             if ready.num_kept:
                 step.ready[ready.index] = ready.advantages
             else:
-                step.settle(ready.index, "empty")
+                step.settle(ready.index, "dropped" if step.assembler.lost(ready.index) else "empty")
         return arrival
 
     def close_step(self) -> Step:
