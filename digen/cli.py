@@ -66,6 +66,20 @@ def _parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
     _add_config(check)
 
+    evaluate = _command(commands, "eval", "evaluate a checkpoint, or the model before training; trains nothing", _eval)
+    _add_config(evaluate)
+    evaluate.add_argument("--checkpoint", metavar="latest|PATH", help="of the run; default: the model before training")
+    _add_weights(evaluate)
+    evaluate.add_argument(
+        "--out", metavar="DIR", type=Path, help="a new folder; default: NAME-eval/... beside the run's"
+    )
+
+    export = _command(commands, "export", "write a run's policy as diffusers loads it", _export)
+    export.add_argument("source", metavar="RUN|CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
+    export.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    _add_weights(export)
+    export.epilog = "Where the base model has moved since, say where it is with --model.path."
+
     simulate = _command(
         commands,
         "simulate",
@@ -106,6 +120,15 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=["raw", "ema"],
+        default="raw",
+        help="the trained weights or their moving average; default: raw",
+    )
+
+
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.fields:
         print("\n".join(_fields()))
@@ -141,6 +164,24 @@ def _check(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = _load(options.config, overrides)
+    from digen.observe.text import format_metrics
+    from digen.offline import evaluate
+
+    report, folder = evaluate(config, checkpoint=options.checkpoint, weights=options.weights, out=options.out)
+    print(f"eval  v{report.version}  {report.num_samples} samples  {format_metrics(report.metrics)}")
+    print(f"\nsamples and report: {folder}")
+    return 0
+
+
+def _export(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from digen.offline import export
+
+    print(f"exported: {export(options.source, options.out, weights=options.weights, overrides=overrides)}")
+    return 0
+
+
 def _facts(prepared: Prepared) -> list[str]:
     """What a config comes to: the plan's arithmetic, the schedule, the workers, and what is not installed here."""
     from digen.errors import MissingExtra
@@ -159,13 +200,15 @@ def _facts(prepared: Prepared) -> list[str]:
     )
     pools = f"{generators} generator{'s' * (generators > 1)}, 1 trainer" if generators else "1, which does every stage"
     facts.append(f"workers: {pools}")
-    when = " and ".join(word for word, on in (("start", evaluation.at_start), ("end", evaluation.at_end)) if on)
-    prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
-    facts.append(
-        f"evaluation: {prompts} prompts x {evaluation.samples_per_prompt} samples at the {when}"
-        if when
-        else "evaluation: none"
+    times = (
+        ("at the start", evaluation.at_start),
+        (f"every {evaluation.every} steps", evaluation.every),
+        ("at the end", evaluation.at_end),
     )
+    when = ", ".join(words for words, on in times if on)
+    prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
+    samples = f"{prompts} prompts x {evaluation.samples_per_prompt} samples"
+    facts.append(f"evaluation: {samples} {when}" if when else "evaluation: none")
     for extra in prepared.extras:
         try:
             require(extra)

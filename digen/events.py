@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Struct
 
 TaskKind = Literal[
-    "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint"
+    "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint", "evaluate"
 ]
 """What a worker can be busy with. ``encode`` is of a whole step's prompts, ``assist`` a generation on the trainer,
-``switch`` its load and offload."""
+``switch`` its load and offload, ``evaluate`` held-out samples of the version that the worker holds."""
 
 Role = Literal["generator", "scorer", "trainer"]
 
@@ -35,6 +35,7 @@ Cause = Literal[
     "wait_hold",
     "wait_limit",
     "wait_encode",
+    "wait_evaluate",
     "wait_work",
     "wait_skip",
 ]
@@ -50,6 +51,7 @@ wait_barrier   a stage barrier (modes colocated and naive) holds it back
 wait_hold      ``sync="hold"``: waits until all generators have stopped and loaded
 wait_limit     ``max_generating`` generations are running
 wait_encode    the step's prompts are being encoded
+wait_evaluate  the commit waits until a generator has begun to evaluate the weights that it replaces
 wait_work      nothing is left to do in this run
 wait_skip      the TAG policy skipped this bubble
 =============  =====================================================================================

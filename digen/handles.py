@@ -10,6 +10,7 @@ Optional methods are looked up by name and used when they exist:
 ``generate`` on a trainer  makes it eligible for assists (TAG, paper 3.3)
 ``encode(prompts)`` on all generators  called once a step, before its first generation; what it returns goes with
                            every ``generate(micro_batch, encoded)`` of the step, on the trainer too
+``evaluate(request)`` on all generators  held-out samples of the weights held now, for a scheduler with ``evaluate``
 ``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
 ``release(payload)``       the scheduler will not read this payload again; not a coroutine
 ``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began

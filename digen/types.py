@@ -196,7 +196,7 @@ class EvaluationRequest(Struct, frozen=True):
     prompts: tuple[Prompt, ...]
     samples_per_prompt: int
     image_path: str | None = None
-    """Where to write a grid of the samples, or ``None``."""
+    """Where to write a grid of the samples, a PNG, or ``None``. Videos get the suffix of their format instead."""
 
 
 class EvaluationReport(Struct, frozen=True):

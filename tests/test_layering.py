@@ -37,7 +37,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (("digen.diffusion",), (), ("digen.sched", "digen.workers")),
     (("digen.diffusion",), ("digen.diffusion.engines",), ("anyio", "asyncio")),
     (
-        tuple(f"digen.{name}" for name in ("runner", "checkpoint", "planner", "costs", "twin", "cli")),
+        tuple(f"digen.{name}" for name in ("runner", "offline", "checkpoint", "planner", "costs", "twin", "cli")),
         (),
         ("torch", "ray"),
     ),

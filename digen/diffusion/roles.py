@@ -8,6 +8,7 @@ behind a :class:`digen.InProcessWorker` or called directly. ``config`` is a :cla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -29,13 +30,14 @@ except ImportError as error:
 
 from digen.config import RunConfig
 from digen.diffusion import families
+from digen.diffusion.algorithms.base import build_algorithm
 from digen.diffusion.evaluate import evaluate
 from digen.diffusion.families.base import Conditioning, Family, Images
 from digen.diffusion.families.pipeline import Part
-from digen.diffusion.preview import Section, write_grid
-from digen.diffusion.rewards.compute import RewardFunction, build_callable, build_reward, compute_rewards
-from digen.diffusion.sampler import sample_sde
+from digen.diffusion.preview import Section, cells_of, write_grid
+from digen.diffusion.rewards.compute import Reward, RewardFunction, build_callable
 from digen.diffusion.seeds import INITIAL_NOISE
+from digen.diffusion.state import load_weights
 from digen.diffusion.trajectories import Trajectories, conditioning_arrays
 from digen.diffusion.update import Learner
 from digen.diffusion.weights import load_publication, publication
@@ -55,14 +57,18 @@ from digen.types import (
 )
 
 
-def build_family(config: RunConfig, parts: frozenset[Part]) -> Family:
+def build_family(config: RunConfig, parts: frozenset[Part], *, keep_reference: bool = False) -> Family:
     """Load the family and model of a config in evaluation mode, with ``parts`` beside the denoiser.
+
+    With ``keep_reference`` it can also be what it was before training: :meth:`Family.reference`.
 
     Raises:
         ConfigError: the family is unknown, or its folder is missing or is no model.
     """
     module, _, name = families.lookup(config.model.family).target.partition(":")
-    family: Family = getattr(import_module(module), name)(model=config.model, sampling=config.sampling, parts=parts)
+    family: Family = getattr(import_module(module), name)(
+        model=config.model, sampling=config.sampling, parts=parts, keep_reference=keep_reference
+    )
     return family
 
 
@@ -71,12 +77,16 @@ class _Policy:
 
     parts: ClassVar[frozenset[Part]] = frozenset({"encode", "decode"})
     """What it loads beside the denoiser."""
+    trains: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         self._config = RunConfig.model_validate(config)
         self._folder = Path(folder) if folder is not None else None
-        self._family = build_family(self._config, self.parts)
+        self._algorithm = build_algorithm(self._config)
+        reference = self.trains and self._algorithm.needs_reference
+        self._family = build_family(self._config, self.parts, keep_reference=reference)
         self._schedule = self._family.schedule(self._config.sampling.num_inference_steps)
+        self._algorithm.check_schedule(self._schedule)
         self._encode = lru_cache(maxsize=256)(self._encode_one)
 
     @property
@@ -85,7 +95,7 @@ class _Policy:
         raise NotImplementedError
 
     def generate(self, micro_batch: MicroBatch, encoded: Encoded | None = None) -> Rollout:
-        """Draw every sample with the weights held now; touches no gradient, optimizer state or parameter.
+        """Draw every sample with the weights held now; leaves gradients, optimizer state and parameters as they are.
 
         The payload is that of :class:`digen.diffusion.trajectories.Trajectories`. Without ``encoded`` the prompts are
         encoded here.
@@ -98,14 +108,10 @@ class _Policy:
         began = perf_counter()
         conditioning = self._conditioning(micro_batch, encoded)
         sampled = perf_counter()
-        trajectories = sample_sde(
-            self._family,
-            micro_batch,
-            conditioning,
-            self._schedule,
-            noise_level=self._config.sampling.noise_level,
-            unit=self._unit(micro_batch.num_samples),
-        )
+        with self._sampling_weights():
+            trajectories = self._algorithm.draw(
+                self._family, micro_batch, conditioning, self._schedule, unit=self._unit(micro_batch.num_samples)
+            )
         return Rollout(
             micro_batch=micro_batch,
             version=version,
@@ -113,6 +119,10 @@ class _Policy:
             payload=Payload(trajectories.arrays()),
             stats={"encode_s": sampled - began, "sample_s": perf_counter() - sampled},
         )
+
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights of :attr:`version` that generators have."""
+        return nullcontext()
 
     def _unit(self, num_samples: int) -> int:
         return self._config.model.forward_batch or num_samples
@@ -138,7 +148,7 @@ class _Scorer(_Policy):
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         super().__init__(config, folder)
-        self._reward = build_reward(self._config.reward)
+        self._reward = Reward(self._config.reward)
 
     @cached_property
     def _judge(self) -> RewardFunction | None:
@@ -168,27 +178,49 @@ class _Scorer(_Policy):
         decoded = perf_counter()
         prompts = [piece.prompt for piece, _ in micro_batch.samples()]
         names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
-        rewards = compute_rewards(self._config.reward.name, self._reward, images, prompts, names)
+        scores = self._reward.score(images, prompts, names)
         rewarded = perf_counter()
         every = self._config.observe.preview_every
         if self._folder is not None and every and micro_batch.step % every == 0:
-            _preview(self._folder / "samples", rollout, images, rewards)
+            self._preview(self._folder / "samples", rollout, images, scores.rewards)
         return Scored(
-            rewards=rewards,
+            rewards=scores.rewards,
+            heads=scores.heads,
             stats={"decode_s": decoded - began, "reward_s": rewarded - decoded, "preview_s": perf_counter() - rewarded},
         )
 
     def evaluate(self, request: EvaluationRequest) -> EvaluationReport:
         """ODE samples of the weights held now; see :func:`digen.diffusion.evaluate.evaluate`."""
-        return evaluate(
-            self._family,
-            request,
-            version=self.version,
-            schedule=self._schedule,
-            unit=self._unit(min(100, len(request.prompts) * request.samples_per_prompt)),
-            reward=(self._config.reward.name, self._reward),
-            judge=self._judge,
-        )
+        section, plan = self._config.evaluation, self._config.plan
+        num_steps = section.num_inference_steps or self._config.sampling.num_inference_steps
+        with self._sampling_weights():
+            return evaluate(
+                self._family,
+                request,
+                version=self.version,
+                schedule=self._family.schedule(num_steps),
+                solver=self._config.sampling.solver,
+                unit=self._unit(plan.micro_batch_size or plan.samples_per_prompt),
+                reward=self._reward,
+                judge=self._judge,
+                section=section,
+            )
+
+    def _preview(self, folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
+        micro_batch = rollout.micro_batch
+        seeds = micro_batch.seeds(INITIAL_NOISE)
+        sections, row = [], 0
+        for piece in micro_batch.slices:
+            rows = slice(row, row + piece.count)
+            row += piece.count
+            header = (
+                f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
+                f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
+            )
+            sections.append(Section(header, cells_of(images[rows]), [f"{value:.3f}" for value in rewards[rows]]))
+        path = folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png"
+        section = self._config.evaluation
+        write_grid(path, sections, video=section.video, frames_per_second=section.frames_per_second)
 
 
 class GeneratorTarget(_Scorer):
@@ -222,6 +254,31 @@ class GeneratorTarget(_Scorer):
         return report
 
 
+class EvaluatorTarget(_Scorer):
+    """Evaluates the weights of a checkpoint, or of the model's folder, in a process of its own. Trains nothing.
+
+    Args:
+        config: a :class:`digen.RunConfig` as plain JSON data.
+        weights: the file of a checkpoint that holds them; ``None`` for the model's folder.
+        version: optimizer steps in them.
+
+    Raises:
+        ConfigError: model, family or reward cannot be built.
+        CheckpointError: the weights cannot be read, or are of another model.
+    """
+
+    def __init__(self, config: dict[str, Any], weights: str | None = None, version: int = 0) -> None:
+        super().__init__(config)
+        self._version = version
+        if weights is not None:
+            load_weights(Path(weights), self._family.parameters())
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps in the weights."""
+        return self._version
+
+
 class TrainerTarget(_Policy):
     """A trainer; its ``generate`` makes it eligible for assists. It has neither text encoders nor VAE.
 
@@ -229,6 +286,7 @@ class TrainerTarget(_Policy):
     """
 
     parts = frozenset()
+    trains = True
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         super().__init__(config, folder)
@@ -249,15 +307,18 @@ class TrainerTarget(_Policy):
         trajectories = Trajectories.from_arrays(rollout.payload)
         return self._learner.update(rollout.micro_batch, rollout.version, trajectories, advantages)
 
-    def commit(self, step: int, indices: Sequence[int]) -> CommitReport:
+    def commit(self, step: int, indices: Sequence[int], scale: float | None = None) -> CommitReport:
         """Step the optimizer; see :meth:`digen.diffusion.update.Learner.commit`."""
-        return self._learner.commit(step, indices)
+        return self._learner.commit(step, indices, scale)
 
     def publish(self, version: int) -> Publication:
         """A copy of the weights of ``version``, which must be the current one."""
         if version != self.version:
             raise InvariantViolation(f"asked to publish version {version}, but the trainer holds {self.version}")
-        return publication(version, self._family.parameters())
+        return publication(version, self._learner.published_parameters())
+
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        return self._learner.sampling_weights()
 
     def switch(self, to: str) -> None:
         """Begin (``"generate"``) or end (``"train"``) an assist.
@@ -282,18 +343,3 @@ class ColocatedTarget(_Scorer, TrainerTarget):
     """Every stage in one process: a trainer that also encodes, scores and evaluates."""
 
     parts = frozenset({"encode", "decode"})
-
-
-def _preview(folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
-    micro_batch = rollout.micro_batch
-    seeds = micro_batch.seeds(INITIAL_NOISE)
-    sections, row = [], 0
-    for piece in micro_batch.slices:
-        rows = slice(row, row + piece.count)
-        row += piece.count
-        header = (
-            f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
-            f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
-        )
-        sections.append(Section(header, images[rows], [f"{value:.3f}" for value in rewards[rows]]))
-    write_grid(folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png", sections)

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from digen.plan import Plan
 
 
-def needed_methods(role: Role, *, scorers: bool) -> list[str]:
+def needed_methods(role: Role, *, scorers: bool, evaluate: bool) -> list[str]:
     """Methods that a generator or scorer must have."""
     if role == "scorer":
         return ["score"]
-    return ["generate", "load"] if scorers else ["generate", "load", "score"]
+    return ["generate", "load", *["score"] * (not scorers), *["evaluate"] * evaluate]
 
 
-def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any], *, start_step: int) -> None:
+def check_handles(
+    trainer: Any, generators: Sequence[Any], scorers: Sequence[Any], *, start_step: int, evaluate: bool
+) -> None:
     """Check that the handles have the methods that their roles need.
 
     Raises:
@@ -34,9 +36,9 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
     if generators:
         needs += [(trainer, ["publish"])]
     else:
-        needs += [(trainer, ["generate"] if scorers else ["generate", "score"])]
-    needs += [(handle, needed_methods("generator", scorers=bool(scorers))) for handle in generators]
-    needs += [(handle, needed_methods("scorer", scorers=True)) for handle in scorers]
+        needs += [(trainer, ["generate", *["score"] * (not scorers), *["evaluate"] * evaluate])]
+    needs += [(handle, needed_methods("generator", scorers=bool(scorers), evaluate=evaluate)) for handle in generators]
+    needs += [(handle, needed_methods("scorer", scorers=True, evaluate=evaluate)) for handle in scorers]
     for handle, methods in needs:
         for method in methods:
             if not hasattr(handle, method):

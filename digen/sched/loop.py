@@ -60,7 +60,7 @@ from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, sele
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
 from digen.sched.tag import Decision, Durations, Policy, StaleStart, policy_from
-from digen.types import Payload, Publication, StepReport
+from digen.types import EvaluationRequest, Payload, Publication, StepReport
 
 if TYPE_CHECKING:
     from digen.config import AdvantageSection, ScheduleConfig
@@ -98,6 +98,8 @@ class Scheduler:
         on_commit: called with every StepReport as it is made; must not block.
         on_publish: called with every Publication; must not block.
         checkpointer: when and how to save.
+        evaluate: asked after every commit what its version is to be evaluated on, by a generator that holds it; with
+            ``None`` it is not.
         profile: durations that are known already, for policies that compute with them.
         start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
 
@@ -122,6 +124,7 @@ class Scheduler:
         on_commit: Callable[[StepReport], None] | None = None,
         on_publish: Callable[[Publication], None] | None = None,
         checkpointer: Checkpointer | None = None,
+        evaluate: Callable[[int], EvaluationRequest | None] | None = None,
         profile: Profile | None = None,
         start_step: int = 0,
     ) -> None:
@@ -155,6 +158,7 @@ class Scheduler:
         self._on_commit = on_commit
         self._on_publish = on_publish
         self._checkpointer = checkpointer
+        self._evaluate = evaluate
         self._start_step = start_step
         self._profile = profile if profile is not None else Profile()
         self._lanes: dict[str, Lane] = {}
@@ -220,9 +224,13 @@ class Scheduler:
             raise ConfigError("enter the scheduler first: async with Scheduler(...) as scheduler")
 
     def drain(self) -> None:
-        """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends."""
+        """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends.
+
+        An evaluation that has not begun is left out.
+        """
         self._entered()
         state = self._state
+        state.evaluation_due = None
         begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
         state.last_step = min(state.last_step, state.step + begun)
         if state.step == state.last_step:
@@ -293,7 +301,9 @@ class Scheduler:
         try:
             while not state.finished and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
-                    self._launch(task)
+                    while task is not None:
+                        self._launch(task)
+                        task = select_sync(state)
                     await asyncio.sleep(0)  # let the lane run: what takes no time is over before others are asked
                     if self._inbox:
                         self._apply(self._inbox.take())
@@ -471,7 +481,7 @@ class Scheduler:
         """Check the started handles against the config and set up the state."""
         config, plan = self._config, self._plan
         trainer, generators, scorers = self._trainer, self._generators, self._scorers
-        check_handles(trainer, generators, scorers, start_step=self._start_step)
+        check_handles(trainer, generators, scorers, start_step=self._start_step, evaluate=self._evaluate is not None)
         rules = rules_from(config, plan, self._policy, trainer, generators)
         self._state = State(plan, self._assemble, rules, start_step=self._start_step)
         self._origin = self._loop.time()
@@ -486,6 +496,7 @@ class Scheduler:
             report=self._report,
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
+            evaluate=self._evaluate,
         )
         self._emit(
             RunStarted(
@@ -537,7 +548,7 @@ class Scheduler:
         self._check_may_join(handle)
         if role == "generator" and not hasattr(self._trainer, "publish"):
             raise ConfigError(f"trainer {self._trainer.name!r} has no method 'publish', which generators need")
-        for method in needed_methods(role, scorers=bool(self._state.scorers)):
+        for method in needed_methods(role, scorers=bool(self._state.scorers), evaluate=self._evaluate is not None):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
         if role == "generator" and hasattr(handle, "encode") != self._state.rules.encodes:

@@ -13,6 +13,7 @@ from typing import Any
 from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
 from digen.events import (
     CheckpointSaved,
+    Evaluated,
     GroupCompleted,
     GroupDropped,
     MicroBatchSettled,
@@ -29,6 +30,8 @@ from digen.sched.sync import WeightSync
 from digen.types import (
     CommitReport,
     Encoded,
+    EvaluationReport,
+    EvaluationRequest,
     LoadReport,
     Payload,
     Publication,
@@ -52,6 +55,7 @@ class Results:
         report: gets the StepReport of every commit.
         on_publish: gets every publication.
         checkpointer: says when to save.
+        evaluate: says what a version is evaluated on.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Results:
         report: Callable[[StepReport], None],
         on_publish: Callable[[Publication], None] | None,
         checkpointer: Checkpointer | None,
+        evaluate: Callable[[int], EvaluationRequest | None] | None,
     ) -> None:
         self.state = state
         self._meter = meter
@@ -76,6 +81,7 @@ class Results:
         self._report = report
         self._on_publish = on_publish
         self._checkpointer = checkpointer
+        self._evaluate = evaluate
         self._saved_version = state.step
         self._sync = WeightSync(lambda payload: release(state.trainer, payload))
         self._arrival: Arrival
@@ -92,12 +98,14 @@ class Results:
             "load": self._loaded,
             "switch": self._nothing,
             "checkpoint": self._nothing,
+            "evaluate": self._evaluated,
         }
         self._followers: dict[TaskKind, Callable[[Task, Any], None]] = {
             "score": self._after_score,
             "update": self._after_update,
             "commit": self._after_commit,
             "checkpoint": self._after_save,
+            "evaluate": self._after_evaluation,
         }
 
     def began(self, task: Task) -> None:
@@ -230,6 +238,8 @@ class Results:
         state.recount_outdated()
         state.holding = state.rules.hold and state.num_outdated > 0
         self.save_if_due(last=state.step >= state.last_step)
+        if self._evaluate is not None and not state.draining:
+            state.evaluation_due = self._evaluate(report.version)
         values = self._meter.close(
             step,
             now,
@@ -269,6 +279,18 @@ class Results:
 
     def _nothing(self, task: Task, result: Any) -> dict[str, float]:
         return {}
+
+    def _evaluated(self, task: Task, report: EvaluationReport) -> dict[str, float]:
+        self._expect(task, report, EvaluationReport)
+        if report.version != task.version:
+            raise StalenessViolation(
+                f"{describe(task)} was pinned to version {task.version} but its samples are of version {report.version}"
+            )
+        self.state.num_evaluating -= 1
+        return report.metrics
+
+    def _after_evaluation(self, task: Task, report: EvaluationReport) -> None:
+        self._emit(Evaluated(self._now(), report.version, report.num_samples, report.metrics))
 
     def _after_save(self, task: Task, path: str) -> None:
         self._emit(CheckpointSaved(self._now(), task.version, path))

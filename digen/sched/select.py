@@ -35,12 +35,16 @@ def select(state: State, gate: Callable[[int], bool] | None = None) -> Task | No
         or _score(state)
         or _encode(state, ahead=False)
         or _generate(state, gate)
+        or _evaluate(state)
         or _encode(state, ahead=True)
     )
 
 
 def select_sync(state: State) -> Task | None:
-    """A publication or a commit that is due, or ``None``: the trainer does them before anything else."""
+    """A publication or a commit that is due, or ``None``: the trainer does them before anything else.
+
+    A commit waits until the weights that it replaces are being evaluated, if they are to be; that task comes then.
+    """
     trainer, program = state.trainer, state.trainer_program
     if trainer.task is not None or (program and program[0][0] != "checkpoint"):
         return None
@@ -53,6 +57,8 @@ def select_sync(state: State) -> Task | None:
     step = state.current
     if not step.complete:
         return None
+    if state.evaluation_due is not None:
+        return _evaluate(state)
     indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
     scale = step.assembler.gradient_scale
     argument = (step.number, indices) if scale is None else (step.number, indices, scale)
@@ -63,7 +69,7 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     """The trainer's next task, or ``None``: a bubble.
 
     In order: what its program says (an assist that was decided, a checkpoint), an update, and in a bubble whatever
-    ``ask`` decides. Without generators (mode colocated) it also scores and generates.
+    ``ask`` decides. Without generators (mode colocated) it also evaluates, scores and generates.
     """
     trainer = state.trainer
     if trainer.task is not None:
@@ -75,6 +81,8 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
         return None
     step = state.current
     alone = not state.generators
+    if alone and state.evaluation_due is not None:
+        return _evaluate_task(state, trainer)
     eager = _eager(policy, step)
     if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
@@ -161,6 +169,8 @@ def _trainer_cause(state: State) -> Cause:
     if state.step >= state.last_step:
         return "wait_work"
     step = state.current
+    if step.complete and state.evaluation_due is not None:
+        return "wait_evaluate"
     if state.rules.barrier:
         return "wait_barrier"
     if state.bubble_asked and step.pending:
@@ -233,6 +243,14 @@ def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     return _generate_task(state, step, worker, "generate") if worker is not None else None
 
 
+def _evaluate(state: State) -> Task | None:
+    # By a generator that its version can do nothing else for: mostly in the bubble before the next weights.
+    if state.evaluation_due is None or state.holding or state.trainer.version not in state.idle_versions():
+        return None
+    worker = state.pop_idle([state.trainer.version])
+    return _evaluate_task(state, worker) if worker is not None else None
+
+
 # ---- the trainer -----------------------------------------------------------------------------------------------
 
 
@@ -297,6 +315,12 @@ def _generate_task(state: State, step: Step, worker: Worker, kind: TaskKind) -> 
     task = _task(kind, worker, step.number, index, argument=argument, version=worker.version)
     task.stale = stale
     return task
+
+
+def _evaluate_task(state: State, worker: Worker) -> Task:
+    request, state.evaluation_due = state.evaluation_due, None
+    state.num_evaluating += 1
+    return _task("evaluate", worker, worker.version - 1, argument=(request,), version=worker.version)
 
 
 def _task(

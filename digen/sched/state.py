@@ -20,7 +20,7 @@ from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
 from digen.sched.admission import admits
 from digen.sched.profile import Kind
-from digen.types import Encoded, MicroBatch, Prompt, Publication, Rollout
+from digen.types import Encoded, EvaluationRequest, MicroBatch, Prompt, Publication, Rollout
 
 if TYPE_CHECKING:
     from digen.plan import Plan
@@ -172,6 +172,9 @@ class State:
         """Whether the trainer holds weights that some generator lacks and that are not published yet."""
         self.holding = False
         """sync="hold": from the commit until every generator has loaded."""
+        self.evaluation_due: EvaluationRequest | None = None
+        """An evaluation of the trainer's present weights that nobody has begun. Their successor waits for it."""
+        self.num_evaluating = 0
         self.trainer_program: deque[tuple[TaskKind, Any]] = deque()
         """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
         self.bubble_asked = False
@@ -356,5 +359,10 @@ class State:
         """Line 4, and nothing left to sync: the run is over, or drained."""
         if self.step < self.last_step or self.trainer.task is not None or self.trainer_program or self.publish_due:
             return False
-        drained = self.last_step < self.plan.num_steps
-        return drained or self.num_outdated == 0
+        evaluated = self.evaluation_due is None and self.num_evaluating == 0
+        return self.draining or (self.num_outdated == 0 and evaluated)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the run ends before its plan does."""
+        return self.last_step < self.plan.num_steps

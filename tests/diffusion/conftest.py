@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +38,18 @@ class Toy:
                 dtype
             )
 
+        self._frozen = copy.deepcopy(self.network)
+
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.network.named_parameters())
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        trained, self.network = self.network, self._frozen
+        try:
+            yield
+        finally:
+            self.network = trained
 
     def schedule(self, num_steps: int) -> Schedule:
         return Schedule.of_flow(static_shift(linear_sigmas(num_steps), 3.0))
@@ -57,6 +73,33 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny random pipeline, see ``tests/diffusion/tiny.py``; not to be written to."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def folder(family: str) -> Path:
+        from tests.diffusion.tiny import save  # here, because it imports every pipeline
+
+        return save(family, root / family)
+
+    return folder
+
+
+@pytest.fixture
+def tiny_variant(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a family's tiny pipeline with other values in one component's config."""
+
+    def change(family: str, component: str, **values: Any) -> Path:
+        shutil.copytree(tiny_model(family), tmp_path, dirs_exist_ok=True)
+        path = tmp_path / component / ("scheduler_config.json" if component == "scheduler" else "config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return tmp_path
+
+    return change
 
 
 @pytest.fixture

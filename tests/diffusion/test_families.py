@@ -81,6 +81,14 @@ def test_missing_dependencies_name_their_extra(monkeypatch: pytest.MonkeyPatch) 
         require("demo")
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"guidance_scale": 3.0}, {"height": 16}, {"width": 8}, {"max_prompt_tokens": 9}, {"num_frames": 2}]
+)
+def test_options_that_digits_have_no_use_for_are_refused(sampling: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"sampling\.{next(iter(sampling))} is"):
+        Digits(model=ModelSection(), sampling=SamplingSection(**sampling))
+
+
 def test_weights_are_aligned_and_on_their_own() -> None:
     model = _load(DIGITS)
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters().values())

@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from digen.diffusion.chunks import ForwardSize
 from digen.diffusion.roles import ColocatedTarget, GeneratorTarget, TrainerTarget
+from digen.diffusion.trajectories import Trajectories
 from digen.errors import ConfigError, InvariantViolation, RewardError
 from digen.handles import METHODS
 from digen.types import EvaluationRequest, GroupSlice, MicroBatch, Payload, Prompt, Publication, Rollout
@@ -137,13 +139,12 @@ def test_a_training_step_favours_what_was_rewarded(trainer: TrainerTarget, micro
     advantages = (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
     trainer.update(rollout, advantages)
     trainer.commit(0, (0,))
-    trajectories = rollout.payload
-    learner = trainer._learner
-    from digen.diffusion.trajectories import Trajectories
-
+    learner: Any = trainer._learner
+    replayed = learner._batch(batch, Trajectories.from_arrays(rollout.payload), advantages)
+    forward, _, _ = next(learner._cut(replayed, ForwardSize(6, 4)))
     with torch.no_grad():
-        new = learner._log_prob(Trajectories.from_arrays(trajectories), list(range(6)), [0, 1, 2, 3])
-    gained = (new - torch.from_numpy(np.asarray(trajectories["log_probs"])[:, :4])).mean(dim=1)
+        terms = learner.algorithm._terms(trainer._family, forward)
+    gained = (terms.log_prob - terms.recorded_log_prob).mean(dim=1)
     assert float(gained[::2].mean()) > float(gained[1::2].mean())
 
 

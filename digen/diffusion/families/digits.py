@@ -7,7 +7,7 @@ small enough to learn on one CPU core in minutes. The folder has diffusers' layo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ ENCODER_WEIGHTS = "model.safetensors"
 class Digits(PipelineFamily):
     """A loaded digits model; see :class:`digen.diffusion.families.base.Family` for the methods."""
 
+    pipeline = "DigitsPipeline"
     denoiser_class = "SD3Transformer2DModel"
     default_guidance = 1.0
     default_size = (1, 8, 8)
@@ -41,6 +42,15 @@ class Digits(PipelineFamily):
         self.latent_shape = (int(self.network.config.in_channels), int(size), int(size))
         shift = self.sampling.shift
         self._shift = float(self.component_config("scheduler")["shift"] if shift is None else shift)
+
+    def configure(self, index: Mapping[str, Any]) -> None:
+        """Refuse what this model has no use for."""
+        super().configure(index)
+        for field in ("guidance_scale", "height", "width", "max_prompt_tokens"):
+            if getattr(self.sampling, field) is not None:
+                raise ConfigError(
+                    f"sampling.{field} is set, but the digits family has 8x8 pixels, no guidance and no text"
+                )
 
     def schedule(self, num_steps: int) -> Schedule:
         """A linear ramp, shifted once: its last non-zero sigma is large enough for the last step to clean up."""
@@ -54,7 +64,7 @@ class Digits(PipelineFamily):
 
     def denoise(self, latents: Tensor, times: Tensor, conditioning: Conditioning) -> Tensor:
         """One forward of the transformer; the class embedding serves as the only text token and as pooled text."""
-        embedding = conditioning["embedding"].to(self.dtype)
+        embedding = conditioning["embedding"]
         output: Tensor = self.network(
             hidden_states=latents,
             timestep=times * 1000,
