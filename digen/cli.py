@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from digen import __version__
 
 if TYPE_CHECKING:
-    from digen.config import RunConfig
+    from digen.config import RunConfig, ScheduleConfig
+    from digen.durations import Durations
     from digen.runner import Prepared
 
 
@@ -81,14 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     export.epilog = "Where the base model has moved since, say where it is with --model.path."
 
     simulate = _command(
-        commands,
-        "simulate",
-        "play a schedule of whole-group micro-batches in virtual time; starts no process",
-        _simulate,
+        commands, "simulate", "play a schedule of micro-batches in virtual time; starts no process", _simulate
     )
     _add_config(simulate)
-    source = simulate.add_mutually_exclusive_group(required=True)
-    source.add_argument("--durations", metavar="TEXT", help="for example 'B=8 S=2 g=10 r=1 u=5 h=12 y_opt=2 y_sync=3'")
+    source = simulate.add_mutually_exclusive_group()
+    source.add_argument(
+        "--durations",
+        metavar="TEXT",
+        help="a bare model, for example 'B=8 S=2 g=10 r=1 u=5 h=12 c_load=1 c_off=1 y_opt=2 y_sync=3 G=1 T=1'; by "
+        "group: g=10,12 u=5,6; several trainer groups (up to 8) are played by the exact model",
+    )
     source.add_argument("--profile", metavar="RUN", type=Path, help="mean durations of a real run, from its folder")
     simulate.add_argument("--mode", help="schedule.mode")
     simulate.add_argument("--policy", help="schedule.tag")
@@ -96,10 +99,30 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--stale-fraction", help="schedule.stale_fraction")
     simulate.add_argument("--sync", help="schedule.sync")
     simulate.add_argument("--order", help="schedule.update_order")
-    simulate.add_argument(
-        "--json", action="store_true", help="print makespan, step ends, assists and every task as JSON"
-    )
+    output = simulate.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print makespan, step ends, assists and every task as JSON")
+    output.add_argument("--explain", action="store_true", help="print Algorithm 2's decision tree of the first step")
     simulate.add_argument("--out", metavar="DIR", type=Path, help="also write events, report.html and trace.json here")
+    simulate.epilog = (
+        "Without --durations and --profile, durations come from the config's costs section. Any field of the config "
+        "can be set with --section.field VALUE; with a source of its own, only schedule has a say."
+    )
+
+    plan = _command(
+        commands, "plan", "rank the ways to use GPUs for a config, in virtual time; starts no process", _plan
+    )
+    _add_config(plan)
+    plan.add_argument("--gpus", metavar="N|TYPE=N,...", required=True, help="for example 16, or a=8,c=8 (costs.types)")
+    plan.add_argument("--rows", metavar="N", type=int, default=5, help="layouts to show; default 5")
+    plan.add_argument(
+        "--keep",
+        metavar="FIELD",
+        action="append",
+        default=[],
+        help="leave a field as it is, for example schedule.window",
+    )
+    plan.add_argument("--write", metavar="FILE", type=Path, help="write the fastest as a config for train and simulate")
+    plan.add_argument("--json", action="store_true", help="print candidates and the planned config as JSON")
 
     report = _command(commands, "report", "write a run's report and trace anew and summarise it", _report)
     report.add_argument("run", type=Path, help="a run's folder")
@@ -231,36 +254,101 @@ _SCHEDULE_FLAGS = {
 def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import ConfigError
 
+    if options.explain and options.out is not None:
+        raise ConfigError("--explain plays nothing that --out could write; give one of them")
+    durations, schedule, origin = _what_to_simulate(options, overrides)
+    from digen.timeline import describe, shown_steps
+    from digen.twin import instance_of, simulate, write_folder
+
+    if options.explain:
+        from digen.sched.explain import Tree, draw
+
+        tree = Tree(instance_of(durations, schedule))
+        print(f"simulated: what Algorithm 2 decides in the first step of {durations}; {origin}")
+        print("\n".join(draw(tree, per_s=int(1 / durations.tick))))
+        return 0
+    keep = None if options.json else shown_steps(durations)
+    num_traced = 0
+    if options.out is None:
+        twin = simulate(durations, schedule, keep=keep)
+    else:
+        twin, num_traced = write_folder(options.out, durations, schedule, keep=keep)
+    if options.json:
+        import json
+
+        print(json.dumps(twin.as_json()))
+        return 0
+    print("\n".join(describe(twin, schedule, origin=origin)))
+    if options.out is not None:
+        print(f"\nreport: {options.out / 'report.html'}")
+        if num_traced < durations.num_steps:
+            print(f"trace.json holds the first {num_traced} whole steps; digen report {options.out} writes all")
+    return 0
+
+
+def _what_to_simulate(options: argparse.Namespace, overrides: dict[str, str]) -> tuple[Durations, ScheduleConfig, str]:
+    """Durations, schedule, and where the durations come from."""
+    from digen.errors import ConfigError
+
+    path, profile = options.config, options.profile
     flags = {
         f"schedule.{field}": value
         for flag, field in _SCHEDULE_FLAGS.items()
         if (value := getattr(options, flag)) is not None
     }
+    bare = options.durations is not None or (profile is not None and path is None)
     others = [key for key in overrides if not key.startswith("schedule.")]
-    if others:
-        raise ConfigError(f"digen simulate takes only fields of schedule, got --{others[0]}; see --durations")
-    path = options.config
-    if path is None and options.profile is not None and (options.profile / "config.yaml").is_file():
-        path = options.profile / "config.yaml"  # the schedule that was profiled, unless flags say otherwise
-    schedule = _load(path, overrides | flags).schedule
-    from digen.events import read_events
-    from digen.twin import describe, parse_durations, profiled_durations, simulate, write_folder
+    if bare and others:
+        raise ConfigError(
+            f"--{others[0]} changes nothing here: beside --durations, and --profile without a config, only fields of "
+            "schedule have a say"
+        )
+    if bare:
+        from digen.durations import parse_durations, profiled_durations
+        from digen.events import read_events
 
-    if options.durations is not None:
-        durations = parse_durations(options.durations)
-    else:
-        durations = profiled_durations(read_events(_run_folder(options.profile) / "events.jsonl"))
-    twin = simulate(durations, schedule)
+        if profile is None:
+            return parse_durations(options.durations), _load(path, overrides | flags).schedule, "given durations"
+        events = _run_folder(profile) / "events.jsonl"
+        # The schedule that was profiled, unless flags say otherwise.
+        path = profile / "config.yaml" if (profile / "config.yaml").is_file() else None
+        schedule = _load(path, overrides | flags).schedule
+        return profiled_durations(read_events(events)), schedule, f"mean durations of the run in {profile}"
+    if profile is not None:
+        overrides = overrides | {"costs.profile": str(profile)}
+    config = _load(path, overrides | flags)
+    if config.costs.model is None and config.costs.durations is None and config.costs.profile is None:
+        raise ConfigError(
+            "costs: the config does not say how long tasks take; set costs.model, costs.durations or costs.profile, or "
+            "give --durations or --profile"
+        )
+    from digen.costs import durations_for, origin
+
+    return durations_for(config), config.schedule, origin(config)
+
+
+def _plan(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = _load(options.config, overrides)
+    from digen.capacity import parse_gpus
+    from digen.errors import ConfigError
+    from digen.planned import as_json, as_yaml, describe, planned_config
+    from digen.planner import plan
+
+    if options.write is not None and options.write.exists():
+        raise ConfigError(f"--write {options.write}: the file exists; choose another name, or delete it")
+    if options.write is not None and not options.write.parent.is_dir():
+        raise ConfigError(f"--write {options.write}: there is no folder {options.write.parent}; make it first")
+    outcome = plan(config, parse_gpus(options.gpus, config.costs), keep=options.keep, num_rows=options.rows)
     if options.json:
         import json
 
-        print(json.dumps(twin.as_json()))
+        print(json.dumps(as_json(outcome)))
     else:
-        print("\n".join(describe(twin, schedule)))
-    if options.out is not None:
-        write_folder(twin, options.out)
+        print("\n".join(describe(outcome)))
+    if options.write is not None:
+        options.write.write_text(as_yaml(planned_config(outcome)), encoding="utf-8")
         if not options.json:
-            print(f"\nreport: {options.out / 'report.html'}")
+            print(f"\nplanned config: {options.write}")
     return 0
 
 

@@ -27,8 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "naive": {"axis": "generation", "barrier": True, "tag": "never", "window": 1, "stale_fraction": 0},
     "microbatch": {"axis": "batch", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
     "gap": {"axis": "generation", "barrier": False, "tag": "never", "window": 1, "stale_fraction": 0},
-    "tag": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 1, "stale_fraction": 0},
-    "tcss": {"axis": "generation", "barrier": False, "tag": "greedy", "window": 2, "stale_fraction": Decimal("0.5")},
+    "tag": {"axis": "generation", "barrier": False, "tag": "horizon", "window": 1, "stale_fraction": 0},
+    "tcss": {"axis": "generation", "barrier": False, "tag": "horizon", "window": 2, "stale_fraction": Decimal("0.5")},
 }
 """What each mode sets. A mode is a set of defaults of one scheduler: an explicit field wins over its mode."""
 
@@ -64,7 +64,7 @@ class ScheduleConfig(_Model):
     stale_fraction: Share | None = None
     """Largest share of a step's micro-batches that may be stale; exact decimal arithmetic."""
     tag: str | None = None
-    """TAG policy: never, static(k), greedy, threshold, search (the paper's BTS), tag_first or horizon."""
+    """TAG policy: never, static(k), greedy, threshold, search or search(moves) (the paper's), tag_first, horizon."""
     lazy_switch: bool = False
     """Keep the trainer switched between assists that follow each other, instead of switching back after each."""
     sync: Literal["hold", "pull"] = "pull"
@@ -130,7 +130,7 @@ class ScheduleConfig(_Model):
         return str(self._resolved("tag"))
 
 
-_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, tag_first, horizon"
+_POLICIES = "never, static(k) with k >= 0, greedy, threshold, search, search(moves), tag_first, horizon"
 
 
 def parse_tag(text: str) -> tuple[str, int | None]:
@@ -139,12 +139,16 @@ def parse_tag(text: str) -> tuple[str, int | None]:
     Raises:
         ValueError: it is none of them.
     """
-    match = re.fullmatch(r"(never|greedy|threshold|search|tag_first|horizon)|static\((\d+)\)", text.strip())
+    match = re.fullmatch(
+        r"(never|greedy|threshold|search|tag_first|horizon)|(static|search)\((\d{1,9})\)", text.strip()
+    )
     if match is None:
         raise ValueError(f"unknown TAG policy {text!r}; known: {_POLICIES}")
     if match[1]:
         return match[1], None
-    return "static", int(match[2])
+    if match[2] == "search" and not int(match[3]):
+        raise ValueError("search(0) may simulate no move, so there is nothing to compare; give at least 1")
+    return match[2], int(match[3])
 
 
 class RunSection(_Model):
@@ -551,6 +555,8 @@ class CostsSection(_Model):
             if getattr(self, name) is not None and given in ([], ["model"]):
                 raise ValueError(f"{name} says something only beside costs.durations or costs.profile")
         if self.memory.parameters_b is not None:
+            if not self.types:
+                raise ValueError("types must describe the GPUs, with memory_gib, for memory.parameters_b")
             missing = [name for name, kind in self.types.items() if kind.memory_gib is None]
             if missing:
                 raise ValueError(f"types.{missing[0]}.memory_gib must be given with memory.parameters_b")

@@ -1,150 +1,219 @@
 """The virtual-time twin: the same scheduler on workers that only take time, before a GPU is rented.
 
-Everything here is simulated and labelled so. Durations come from a line of text (:func:`parse_durations`) or from a
-real run's events (:func:`profiled_durations`). Times are simulated in whole ticks of the finest decimal given, so that
-what is printed is exact.
+Everything here is simulated and labelled so. The scheduler drives one trainer group; a run with several is played by
+the exact model instead (:mod:`digen.sched.model`), which does the same tasks at the same times wherever both can play;
+only ``threshold`` may differ over unequal generators: its means are over groups there, over tasks in the scheduler.
+Times are simulated in whole ticks of the finest decimal given, so that what is printed is exact.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from decimal import Decimal, InvalidOperation
+import contextlib
+import gc
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from digen.durations import Durations, TrainerTimes, average, parse_durations, profiled_durations
 from digen.errors import ConfigError
 from digen.events import (
     AnyEvent,
+    BubbleOpened,
     EventLog,
+    GroupCompleted,
+    Rewarded,
+    RunFinished,
     RunStarted,
+    Sink,
     StepCommitted,
     TagDecided,
     TaskFinished,
+    TaskStarted,
     WorkerJoined,
-    read_events,
 )
-from digen.observe.report import build_report, write_report
+from digen.observe.fold import ROLES, Fold
+from digen.observe.report import bubble_shares, write_report
 from digen.observe.trace import write_trace
 from digen.plan import Plan
 from digen.sched import Scheduler
+from digen.sched.admission import stale_limit
+from digen.sched.model import Instance
+from digen.sched.model import simulate as play_model
 from digen.sched.profile import Profile
+from digen.sched.tag import policy_from
 from digen.workers.clock import run_virtual
 from digen.workers.sim import SimWorker
 
 if TYPE_CHECKING:
     from digen.config import ScheduleConfig
 
+__all__ = [
+    "Durations",
+    "Twin",
+    "compare",
+    "instance_of",
+    "parse_durations",
+    "profiled_durations",
+    "simulate",
+    "write_folder",
+]
+
 _MAX_TICKS = 2**53
 """Whole numbers up to it are exact as floats."""
 
-_MOST = 100_000
-"""Most micro-batches in a step, steps, and generators."""
+_TRACED_TASKS = 20_000
+"""Tasks in the trace of a simulated run, so that it stays at a few megabytes."""
 
-_LETTERS = {
-    "B": "num_micro_batches",
-    "S": "num_steps",
-    "G": "num_generators",
-    "T": "num_trainers",
-    "g": "generate_s",
-    "r": "score_s",
-    "u": "update_s",
-    "h": "assist_s",
-    "c_load": "switch_in_s",
-    "c_off": "switch_out_s",
-    "y_opt": "commit_s",
-    "y_sync": "load_s",
-}
-"""The paper's letters and what they stand for."""
+_LONGEST_NAME = 300
+"""Letters in a simulated run's name, which holds its durations."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Durations:
-    """What a schedule is made of: counts, and seconds by task; one entry per generator where they differ."""
-
-    num_micro_batches: int
-    num_steps: int = 1
-    generate_s: tuple[Decimal, ...]
-    score_s: tuple[Decimal, ...]
-    update_s: Decimal
-    assist_s: Decimal
-    switch_in_s: Decimal = Decimal(0)
-    switch_out_s: Decimal = Decimal(0)
-    commit_s: Decimal = Decimal(0)
-    load_s: Decimal = Decimal(0)
-
-    @property
-    def num_generators(self) -> int:
-        """Generator groups."""
-        return len(self.generate_s)
-
-    @property
-    def total_s(self) -> Decimal:
-        """The time of everything one after another: no schedule takes longer."""
-        per_micro_batch = max(self.generate_s) + max(self.score_s) + self.update_s + self.assist_s
-        per_micro_batch += self.switch_in_s + self.switch_out_s
-        return self.num_steps * (self.num_micro_batches * per_micro_batch + self.commit_s + self.load_s)
-
-    @property
-    def tick(self) -> Decimal:
-        """The largest power of ten that every duration is a multiple of."""
-        numbers = [value for field in fields(self) for value in _as_tuple(getattr(self, field.name))]
-        exponents = [Decimal(value).as_tuple().exponent for value in numbers]
-        return Decimal(1).scaleb(min(0, *(exponent for exponent in exponents if isinstance(exponent, int))))
-
-
-@dataclass(frozen=True)
 class Twin:
-    """A simulated run. Times are exact decimals in seconds."""
+    """A simulated run."""
 
     durations: Durations
-    events: tuple[AnyEvent, ...]
-    tasks: tuple[dict[str, Any], ...]
-    """worker, kind, step, index, version, start, end of every task, in the order of their starts."""
+    engine: Literal["scheduler", "model"]
+    """What played it: digen's own scheduler or, with several trainer groups, the exact model."""
+    finished: tuple[TaskFinished, ...]
+    """Every task in the order of their starts, or those of the steps that were asked for. Times are in ticks."""
     step_ends: tuple[Decimal, ...]
+    """Seconds after which the steps were committed."""
     makespan: Decimal
     """The end of the last task; the last step's weights are loaded too."""
+    num_assists: int
+    """Micro-batches that the trainers generated."""
+    bubbles: dict[str, dict[str, Any]]
+    """By role: ``share``, the idle share of its time, and ``causes``, its parts. The exact model tells no causes."""
 
     @property
-    def num_assists(self) -> int:
-        """Micro-batches that the trainer generated."""
-        return sum(task["kind"] == "assist" for task in self.tasks)
+    def step_s(self) -> Decimal:
+        """Mean time of a step, the first and the last left out: there is no stale work before the one, or in the other.
+
+        Of a run of up to three steps the mean of all.
+        """
+        ends = self.step_ends
+        return (ends[-2] - ends[0]) / (len(ends) - 2) if len(ends) > 3 else ends[-1] / len(ends)
+
+    @property
+    def tasks(self) -> tuple[dict[str, Any], ...]:
+        """worker, kind, step, index, version, start, end of ``finished``; times are exact decimals in seconds."""
+        tick = self.durations.tick
+        return tuple(
+            {**_what(task), "start": Decimal(task.started) * tick, "end": Decimal(task.time) * tick}
+            for task in self.finished
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for scripts: makespan, step ends, assists and every task."""
+        per_s = _ticks_per_second(self.durations)
         return {
             "simulated": True,
             "makespan": _number(self.makespan),
             "step_ends": [_number(end) for end in self.step_ends],
             "assists": self.num_assists,
-            "tasks": [{**task, "start": _number(task["start"]), "end": _number(task["end"])} for task in self.tasks],
+            "tasks": [
+                {**_what(task), "start": _seconds(task.started, per_s), "end": _seconds(task.time, per_s)}
+                for task in self.finished
+            ],
         }
 
 
-def simulate(durations: Durations, config: ScheduleConfig) -> Twin:
-    """Run the scheduler in virtual time.
+def simulate(
+    durations: Durations, config: ScheduleConfig, *, keep: range | None = None, sinks: Iterable[Sink] = ()
+) -> Twin:
+    """Run the scheduler in virtual time or, with several trainer groups, the exact model.
 
     The policies that look ahead know the durations from the start, as they would after some steps of a real run.
 
+    Args:
+        durations: what every task takes.
+        config: how to schedule.
+        keep: steps; tasks outside of their time are counted and forgotten. The last step's time lasts to the end of
+            the run. Default: all.
+        sinks: get the scheduler's events as they happen, with times in seconds. The exact model makes none.
+
     Raises:
-        ConfigError: the durations differ by so many digits that their sums would be rounded.
+        ConfigError: the durations differ by so many digits that their sums would be rounded, or several trainer groups
+            meet something that the exact model does not know.
     """
+    per_s = _ticks_per_second(durations)
+    steps = range(durations.num_steps)
+    record = _Record(keep if keep is not None else steps, last=steps.stop)
+    if durations.num_trainers == 1:
+        bubbles = _play_scheduler(durations, config, record, [_in_seconds(sink, per_s) for sink in sinks])
+    elif sinks:
+        raise ConfigError(f"durations: T={durations.num_trainers} is played by the exact model, which makes no events")
+    else:
+        bubbles = _play_model(durations, config, record)
     tick = durations.tick
-    if durations.total_s / tick > _MAX_TICKS:
-        raise ConfigError(
-            f"durations: a run of up to {durations.total_s:g} s is too long for steps of {tick} s to be exact"
-        )
+    return Twin(
+        durations=durations,
+        engine="scheduler" if durations.num_trainers == 1 else "model",
+        finished=tuple(sorted(record.finished, key=lambda task: task.task)),
+        step_ends=tuple(Decimal(end) * tick for end in record.commits),
+        makespan=Decimal(record.end) * tick,
+        num_assists=record.num_assists,
+        bubbles=bubbles,
+    )
+
+
+class _Record:
+    """What a twin keeps of a run. Gets the events, or only the tasks, in the order of their ends."""
+
+    def __init__(self, keep: range, *, last: int) -> None:
+        self.fold = Fold()
+        self._first, self._stop = keep.start, keep.stop if keep.stop < last else -1
+        self._from = -1.0 if keep.start == 0 else math.inf
+        self._until = math.inf if keep else -1.0
+        self.finished: list[TaskFinished] = []
+        self.commits: list[float] = []
+        self.num_assists = 0
+        self.end = 0.0
+
+    def __call__(self, event: AnyEvent) -> None:
+        if type(event) in _BUSY_OR_IDLE:
+            self.fold.apply(event)
+        if isinstance(event, TaskFinished):
+            self.take(event)
+
+    def take(self, event: TaskFinished) -> None:
+        self.end = event.time
+        self.num_assists += event.kind == "assist"
+        if event.time > self._from and event.started < self._until:
+            self.finished.append(event)
+        if event.kind == "commit":
+            self.commits.append(event.time)
+            if len(self.commits) == self._first:
+                self._from = event.time
+            if len(self.commits) == self._stop:
+                self._until = event.time
+
+
+_BUSY_OR_IDLE = {RunStarted, WorkerJoined, TaskStarted, TaskFinished, BubbleOpened, RunFinished}
+"""The events that say when workers are busy and why they idle; a third of all say something else."""
+
+
+def _play_scheduler(
+    durations: Durations, config: ScheduleConfig, record: _Record, sinks: Iterable[Sink]
+) -> dict[str, dict[str, Any]]:
+    """``record`` and the sinks get the events, with times in ticks; returns the bubbles by role."""
+    tick = durations.tick
     colocated = config.mode == "colocated"
-    events: list[AnyEvent] = []
+    num_groups = durations.num_micro_batches // durations.micro_batches_per_group
     plan = Plan(
-        [f"prompt {number}" for number in range(durations.num_micro_batches)],
+        [f"prompt {number}" for number in range(num_groups)],
         num_steps=durations.num_steps,
-        prompts_per_step=durations.num_micro_batches,
-        samples_per_prompt=1,
+        prompts_per_step=num_groups,
+        samples_per_prompt=durations.micro_batches_per_group,
+        micro_batch_size=1,
         shuffle=False,
     )
 
@@ -175,57 +244,102 @@ def simulate(durations: Durations, config: ScheduleConfig) -> Twin:
     async def main() -> None:
         scheduler = Scheduler(
             plan,
-            name="simulated",
+            name=f"simulated {durations}"[:_LONGEST_NAME],
             generators=[] if colocated else generators,
             trainer=trainer,
             config=config,
             profile=_known(durations, tick),
-            sinks=[events.append],
+            sinks=[record, *sinks],
         )
         async with scheduler:
             async for _ in scheduler:
                 pass
 
-    run_virtual(main())
-    return _twin(durations, events, tick)
+    with _no_collections():
+        run_virtual(main())
+    fold = record.fold
+    return {role: bubble_shares(fold.of_role(role), fold.now) for role in ROLES if fold.of_role(role)}
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage collections meanwhile: a run makes no cycles, but with thousands of tasks in flight it gets half as
+    fast by the search for them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _known(durations: Durations, tick: Decimal) -> Profile:
     """A profile that holds the durations already."""
     profile = Profile()
-    profile.expect("generator", "generate", float(_mean(durations.generate_s) / tick))
-    profile.expect("generator", "score", float(_mean(durations.score_s) / tick))
+    profile.expect("generator", "generate", float(average(durations.generate_s) / tick))
+    profile.expect("generator", "score", float(average(durations.score_s) / tick))
     profile.expect("generator", "load", float(durations.load_s / tick))
     for number, (generate, score) in enumerate(zip(durations.generate_s, durations.score_s, strict=True)):
         profile.expect(f"gen{number}", "generate", float(generate / tick))
         profile.expect(f"gen{number}", "score", float(score / tick))
     profile.expect("trainer", "update", float(durations.update_s / tick))
     profile.expect("trainer", "assist", float(durations.assist_s / tick))
+    profile.expect("trainer", "commit", float(durations.commit_s / tick))
     profile.expect("trainer", "switch_in", float(durations.switch_in_s / tick))
     profile.expect("trainer", "switch_out", float(durations.switch_out_s / tick))
     return profile
 
 
-def _twin(durations: Durations, events: list[AnyEvent], tick: Decimal) -> Twin:
-    tasks = sorted((event for event in events if isinstance(event, TaskFinished)), key=lambda event: event.task)
-    ends = [Decimal(event.time) * tick for event in events if isinstance(event, TaskFinished)]
-    return Twin(
-        durations=durations,
-        events=tuple(events),
-        tasks=tuple(
-            {
-                "worker": event.worker,
-                "kind": event.kind,
-                "step": event.step,
-                "index": event.index,
-                "version": event.version,
-                "start": Decimal(event.started) * tick,
-                "end": Decimal(event.time) * tick,
-            }
-            for event in tasks
-        ),
-        step_ends=tuple(Decimal(event.time) * tick for event in events if isinstance(event, StepCommitted)),
-        makespan=max(ends),
+def _play_model(durations: Durations, config: ScheduleConfig, record: _Record) -> dict[str, dict[str, Any]]:
+    """``record`` gets the tasks, with times in ticks; returns the bubbles by role, without causes."""
+    trace = play_model(instance_of(durations, config), policy_from(config.resolved_tag))
+    busy: Counter[str] = Counter()
+    finished = [
+        TaskFinished(task.end, number, task.kind, task.worker, task.step, task.index, task.version, task.start)
+        for number, task in enumerate(trace.tasks)
+    ]
+    for task in sorted(finished, key=lambda task: task.time):
+        record.take(task)
+        busy["trainer" if task.worker.startswith("trainer") else "generator"] += int(task.time - task.started)
+    counts = {"generator": durations.num_generators, "trainer": durations.num_trainers}
+    return {
+        role: {"share": 1 - busy[role] / (counts[role] * trace.makespan) if trace.makespan else 0.0, "causes": {}}
+        for role in ("generator", "trainer")
+        if role == "trainer" or config.mode != "colocated"
+    }
+
+
+def instance_of(durations: Durations, config: ScheduleConfig) -> Instance:
+    """The same run for the exact model and the search, in whole ticks.
+
+    Raises:
+        ConfigError: the model does not know ``max_generating`` and groups that span several micro-batches.
+    """
+    if config.max_generating is not None:
+        raise ConfigError("schedule.max_generating: the exact model has no such limit; leave it out")
+    if durations.micro_batches_per_group > 1:
+        raise ConfigError("durations: the exact model has no groups that span several micro-batches")
+    colocated, tick = config.mode == "colocated", durations.tick
+
+    def ticks(values: Iterable[Decimal]) -> tuple[int, ...]:
+        return tuple(int(value / tick) for value in values)
+
+    return Instance(
+        num_micro_batches=durations.num_micro_batches,
+        num_steps=durations.num_steps,
+        generate_s=() if colocated else ticks(durations.generate_s),
+        score_s=ticks(durations.score_s[:1] * durations.num_trainers if colocated else durations.score_s),
+        **{name: ticks(getattr(times, name) for times in durations.trainers) for name in TrainerTimes._fields},
+        commit_s=int(durations.commit_s / tick),
+        load_s=int(durations.load_s / tick),
+        window=config.resolved_window,
+        stale_limit=stale_limit(config.resolved_stale_fraction, durations.num_micro_batches),
+        sync=config.sync,
+        order=config.update_order,
+        barrier=config.resolved_barrier,
+        lazy_switch=config.lazy_switch,
     )
 
 
@@ -237,240 +351,114 @@ def compare(durations: Durations) -> dict[str, Decimal]:
     """
     from digen.config import ScheduleConfig
 
-    step = simulate(replace(durations, num_steps=1), ScheduleConfig(mode="naive"))
-    groups = durations.num_generators + 1
-    per_micro_batch = (_mean(durations.generate_s) + _mean(durations.score_s) + durations.update_s) / groups
+    step = simulate(replace(durations, num_steps=1), ScheduleConfig(mode="naive"), keep=range(0))
+    groups = durations.num_generators + durations.num_trainers
+    stages = durations.generate_s, durations.score_s, [times.update_s for times in durations.trainers]
+    per_micro_batch = sum(map(average, stages), Decimal(0)) / groups
     return {
         "naive": durations.num_steps * step.makespan,
         "colocated": durations.num_steps * (durations.num_micro_batches * per_micro_batch + durations.commit_s),
     }
 
 
-def parse_durations(text: str) -> Durations:
-    """Read ``'B=8 S=2 g=10 r=1 u=5 h=12 c_load=1 c_off=1 y_opt=2 y_sync=3 G=1 T=1'``.
+def write_folder(
+    folder: Path, durations: Durations, config: ScheduleConfig, *, keep: range | None = None
+) -> tuple[Twin, int]:
+    """Simulate into a folder like a run's: ``events.jsonl``, the reports and ``trace.json``.
 
-    B, g and u are needed; S, G and T default to 1, h to g, the others to 0. Numbers are integers or decimals; g and r
-    may be lists, one entry per generator group: ``g=10,12``.
-
-    Raises:
-        ConfigError: a letter is unknown, missing or twice, or a value is not a number or negative.
-    """
-    given: dict[str, tuple[Decimal, ...]] = {}
-    for word in text.split():
-        name, equals, value = word.partition("=")
-        if not equals or name not in _LETTERS:
-            close = difflib.get_close_matches(name, _LETTERS, n=1)
-            hint = f"did you mean {close[0]}=?" if close else f"known: {', '.join(_LETTERS)}"
-            what = f"unknown letter {name!r}" if equals else f"{word!r} is not of the form letter=number"
-            raise ConfigError(f"durations: {what}; {hint}")
-        if name in given:
-            raise ConfigError(f"durations: {name} is given twice")
-        given[name] = tuple(_decimal(name, part) for part in value.split(","))
-    for name in ("B", "g", "u"):
-        if name not in given:
-            raise ConfigError(f"durations: {name} ({_LETTERS[name]}) is missing")
-
-    def one(name: str, default: Decimal) -> Decimal:
-        values = given.get(name, (default,))
-        if len(values) > 1:
-            raise ConfigError(f"durations: {name} takes one number, got {len(values)}")
-        return values[0]
-
-    num_generators = _count("G", one("G", Decimal(max(len(given["g"]), len(given.get("r", ()))))))
-    if _count("T", one("T", Decimal(1))) != 1:
-        raise ConfigError("durations: T must be 1: the scheduler drives one trainer group")
-    generate = _by_group("g", given["g"], num_generators)
-    return Durations(
-        num_micro_batches=_count("B", one("B", Decimal(1))),
-        num_steps=_count("S", one("S", Decimal(1))),
-        generate_s=generate,
-        score_s=_by_group("r", given.get("r", (Decimal(0),)), num_generators),
-        update_s=one("u", Decimal(0)),
-        assist_s=one("h", max(generate)),
-        switch_in_s=one("c_load", Decimal(0)),
-        switch_out_s=one("c_off", Decimal(0)),
-        commit_s=one("y_opt", Decimal(0)),
-        load_s=one("y_sync", Decimal(0)),
-    )
-
-
-def profiled_durations(events: Iterable[AnyEvent]) -> Durations:
-    """Mean durations of a real run by worker and task, the first sample of each left out, to the millisecond.
-
-    A generator that never did a task gets the others' mean. Weights are loaded in the mean time of all generators.
+    Returns:
+        The twin, as :func:`simulate` does, and how many steps the trace shows: the first ones of a long run.
 
     Raises:
-        ConfigError: the run has no generators, scorers of its own, or no generation, score or update to learn from.
-    """
-    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-    generators: list[str] = []
-    last_kind = ""
-    run: RunStarted | None = None
-    committed = 0
-    for event in events:
-        if isinstance(event, RunStarted):
-            run = event
-        elif isinstance(event, WorkerJoined) and event.role == "generator" and event.worker not in generators:
-            generators.append(event.worker)
-        elif isinstance(event, WorkerJoined) and event.role == "scorer":
-            raise ConfigError(f"the profile has a scorer of its own ({event.worker}), which the twin does not play")
-        elif isinstance(event, StepCommitted):
-            committed += 1
-        elif isinstance(event, TaskFinished) and event.worker in generators:
-            samples[event.worker, event.kind].append(event.time - event.started)
-        elif isinstance(event, TaskFinished):
-            back = event.kind == "switch" and last_kind == "assist"
-            samples["trainer", "switch back" if back else event.kind].append(event.time - event.started)
-            last_kind = event.kind
-    if run is None or not generators:
-        raise ConfigError("the profile has no run with generators; profile a run of another mode than colocated")
-
-    def means(workers: Iterable[str], kind: str) -> list[Decimal]:
-        found = [times[1:] or times for worker in workers if (times := samples.get((worker, kind)))]
-        return [Decimal(sum(warm) / len(warm)).quantize(Decimal("0.001")) for warm in found]
-
-    def mean(worker: str, kind: str, default: Decimal | None = None) -> Decimal:
-        found = means([worker], kind) or means(generators, kind)
-        if not found and default is None:
-            raise ConfigError(f"the profile has no {kind} on {worker} to learn from; let the run finish a step")
-        return _mean(tuple(found)).quantize(Decimal("0.001")) if found else default or Decimal(0)
-
-    none = Decimal(0)
-    generate = tuple(mean(name, "generate") for name in generators)
-    return Durations(
-        num_micro_batches=run.num_micro_batches,
-        num_steps=max(1, committed),
-        generate_s=generate,
-        score_s=tuple(mean(name, "score") for name in generators),
-        update_s=mean("trainer", "update"),
-        assist_s=mean("trainer", "assist", max(generate)),
-        switch_in_s=mean("trainer", "switch", none),
-        switch_out_s=mean("trainer", "switch back", none),
-        commit_s=mean("trainer", "commit", none) + mean("trainer", "publish", none),
-        load_s=_mean(tuple(means(generators, "load")) or (none,)).quantize(Decimal("0.001")),
-    )
-
-
-_MARKS = {
-    "generate": "g",
-    "assist": "a",
-    "score": "s",
-    "update": "u",
-    "commit": "C",
-    "publish": "P",
-    "load": "L",
-    "switch": "x",
-    "checkpoint": "k",
-}
-
-
-def describe(twin: Twin, config: ScheduleConfig, *, width: int = 96) -> list[str]:
-    """A simulated run in words and a picture: makespan, comparison, bubbles by cause, a row for each worker."""
-    durations, makespans = twin.durations, compare(twin.durations)
-    report = build_report(twin.events)
-    lines = [
-        (
-            f"simulated: mode {config.mode}, window {config.resolved_window}, TAG {config.resolved_tag}, "
-            f"sync {config.sync}; {durations.num_steps} steps of {durations.num_micro_batches} micro-batches, "
-            f"{durations.num_generators} generator{'s' * (durations.num_generators > 1)}"
-        ),
-        f"makespan {twin.makespan.normalize():,f} s, {twin.num_assists} assists",
-    ]
-    lines += [
-        f"  {makespans[name] / twin.makespan:.3f} x {what} ({float(makespans[name]):,.6g} s)"
-        for name, what in (("naive", "naive"), ("colocated", "colocated, if every stage scaled linearly"))
-        if twin.makespan
-    ]
-    for role, bubble in report["bubbles"].items():
-        causes = ", ".join(f"{cause} {share:.1%}" for cause, share in bubble["causes"].items() if share >= 0.0005)
-        lines.append(f"  {role} idle {bubble['share']:.1%}" + (f" ({causes})" if causes else ""))
-    return [*lines, "", *_picture(twin, width)]
-
-
-def write_folder(twin: Twin, folder: Path) -> None:
-    """Write ``events.jsonl``, the reports and ``trace.json`` of a simulated run.
-
-    Raises:
-        ConfigError: the folder holds a run already.
+        ConfigError: the folder holds a run already, or as :func:`simulate`.
     """
     if (folder / "events.jsonl").exists():
         raise ConfigError(f"{folder} holds the events of a run already; choose another folder")
+    if durations.num_trainers > 1:
+        raise ConfigError(f"durations: T={durations.num_trainers} is played by the exact model, which makes no events")
+    _ticks_per_second(durations)
     folder.mkdir(parents=True, exist_ok=True)
-    tick = twin.durations.tick
+    head = _Head()
     with EventLog(folder / "events.jsonl") as log:
-        for event in twin.events:
-            log(_in_seconds(event, tick))
+        twin = simulate(durations, config, keep=keep, sinks=[log, head])
     write_report(folder)
-    write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
+    write_trace(head.events(), folder / "trace.json")
+    return twin, head.num_steps
 
 
-def _in_seconds(event: AnyEvent, tick: Decimal) -> AnyEvent:
-    def scaled(ticks: float) -> float:
-        return float(Decimal(ticks) * tick)
+class _Head:
+    """The events up to the last commit within the first tasks."""
 
-    changes: dict[str, Any] = {"time": scaled(event.time)}
-    if isinstance(event, TaskFinished):
-        changes["started"] = scaled(event.started)
-    elif isinstance(event, StepCommitted):
-        changes["values"] = {
-            name: value / float(tick) if name.endswith("per_s") else scaled(value) if name.endswith(_TIMES) else value
-            for name, value in event.values.items()
-        }
-    elif isinstance(event, TagDecided) and tick != 1:
-        changes["reason"] = f"{event.reason}, in units of {tick} s"
-        changes["saving_s"] = scaled(event.saving_s) if event.saving_s is not None else None
-    return msgspec.structs.replace(event, **changes)
+    def __init__(self) -> None:
+        self._events: list[AnyEvent] = []
+        self._num_tasks = 0
+        self._num_whole = 0
+        self.num_steps = 0
+
+    def __call__(self, event: AnyEvent) -> None:
+        if self._num_tasks == _TRACED_TASKS:
+            return
+        self._events.append(event)
+        self._num_tasks += isinstance(event, TaskFinished)
+        if isinstance(event, StepCommitted):
+            self._num_whole, self.num_steps = len(self._events), self.num_steps + 1
+
+    def events(self) -> list[AnyEvent]:
+        """Without the starts of tasks whose ends are left out."""
+        complete = self._num_tasks < _TRACED_TASKS or not self.num_steps
+        shown = self._events if complete else self._events[: self._num_whole]
+        ended = {event.task for event in shown if isinstance(event, TaskFinished)}
+        return [event for event in shown if not isinstance(event, TaskStarted) or event.task in ended]
+
+
+def _in_seconds(sink: Sink, per_s: int) -> Sink:
+    """Hands events on with their times in seconds, and without rewards and bytes, which nobody gave or moved."""
+
+    def take(event: AnyEvent) -> None:
+        if isinstance(event, Rewarded | GroupCompleted):
+            return
+        changes: dict[str, Any] = {"time": event.time / per_s}
+        if isinstance(event, TaskFinished):
+            changes |= {"started": event.started / per_s, "stats": {}}
+        elif isinstance(event, StepCommitted):
+            changes["values"] = {
+                name: value * per_s if name.endswith("per_s") else value / per_s if name.endswith(_TIMES) else value
+                for name, value in event.values.items()
+                if not name.startswith(_UNREAL)
+            }
+        elif isinstance(event, TagDecided):
+            changes["reason"] = _A_TIME.sub(lambda found: f"{float(found[1]) / per_s:.6g} s", event.reason)
+            changes["saving_s"] = event.saving_s / per_s if event.saving_s is not None else None
+        sink(msgspec.structs.replace(event, **changes))
+
+    return take
 
 
 _TIMES = ("_s", "/seconds")
 """How metrics end that are times."""
 
+_UNREAL = ("reward/", "weight_sync/bytes", "tag/search_ms")
+"""How metrics begin that a simulated run has none of; deciding takes no virtual time."""
 
-def _picture(twin: Twin, width: int) -> list[str]:
-    """The timeline, a character for ``makespan / width`` seconds, the task that begins last in it."""
-    names = list(dict.fromkeys(task["worker"] for task in twin.tasks))
-    rows = {name: ["."] * width for name in sorted(names, key=lambda name: (name == "trainer", len(name), name))}
-    scale = width / twin.makespan if twin.makespan else Decimal(0)
-    for task in twin.tasks:
-        first, last = int(task["start"] * scale), int(task["end"] * scale)
-        for place in range(first, max(last, first + (task["end"] > task["start"]))):
-            rows[task["worker"]][min(place, width - 1)] = _MARKS[task["kind"]]
-    legend = "g generate  a assist  s score  u update  C commit  P publish  L load  x switch  . idle"
-    return [*(f"{name:>10} {''.join(marks)}" for name, marks in rows.items()), f"{'':>10} {legend}"]
+_A_TIME = re.compile(r"(-?\d[\d.e+-]*) s\b")
+"""A time in the reason of a decision."""
 
 
-def _mean(values: tuple[Decimal, ...]) -> Decimal:
-    return sum(values, Decimal(0)) / len(values)
+def _ticks_per_second(durations: Durations) -> int:
+    """A power of ten, so that dividing whole ticks by it gives the float that the decimal stands for."""
+    if durations.total_s / durations.tick > _MAX_TICKS:
+        raise ConfigError(
+            f"durations: a run of up to {durations.total_s:g} s is too long for steps of {durations.tick} s to be exact"
+        )
+    return int(1 / durations.tick)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _what(task: TaskFinished) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in ("worker", "kind", "step", "index", "version")}
 
 
-def _decimal(name: str, text: str) -> Decimal:
-    try:
-        value = Decimal(text)
-    except InvalidOperation:
-        raise ConfigError(f"durations: {name}={text!r} is not a number") from None
-    if not value.is_finite() or value < 0:
-        raise ConfigError(f"durations: {name}={text} must be finite and not negative")
-    return value
-
-
-def _count(name: str, value: Decimal) -> int:
-    if value > _MOST:
-        raise ConfigError(f"durations: {name}={value} is beyond {_MOST:,}")
-    if value != value.to_integral_value() or value < 1:
-        raise ConfigError(f"durations: {name}={value} must be a whole number of at least 1")
-    return int(value)
-
-
-def _by_group(name: str, values: tuple[Decimal, ...], count: int) -> tuple[Decimal, ...]:
-    if len(values) == 1:
-        return values * count
-    if len(values) != count:
-        raise ConfigError(f"durations: {name} has {len(values)} entries for G={count} generator groups")
-    return values
+def _seconds(ticks: float, per_s: int) -> int | float:
+    return int(ticks) // per_s if ticks % per_s == 0 else ticks / per_s
 
 
 def _number(value: Decimal) -> int | float:

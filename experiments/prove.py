@@ -23,10 +23,15 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "overhead": (["experiments/overhead.py"], {}),
     "transport": (["experiments/transport.py"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
+    "timelines": (["experiments/timelines.py"], {}),
+    "ablation": (["experiments/ablation.py"], {}),
+    "policies": (["experiments/policies.py"], {}),
     "search": (["experiments/search_time.py"], {}),
     "search-verified": (["experiments/search_time.py", "--verify", "5000"], {}),
     "demo": (["experiments/demo.py"], {}),
     "modes": (["experiments/modes.py"], {}),
+    "assist": (["experiments/assist.py"], {}),
+    "scaling": (["experiments/scaling.py"], {}),
 }
 """Name: (arguments of the interpreter, environment)."""
 

@@ -153,8 +153,8 @@ class TestSchedule:
             ("naive", "generation", True, "never", 1, "0"),
             ("microbatch", "batch", False, "never", 1, "0"),
             ("gap", "generation", False, "never", 1, "0"),
-            ("tag", "generation", False, "greedy", 1, "0"),
-            ("tcss", "generation", False, "greedy", 2, "0.5"),
+            ("tag", "generation", False, "horizon", 1, "0"),
+            ("tcss", "generation", False, "horizon", 2, "0.5"),
         ],
     )
     def test_presets(self, mode: Any, axis: str, *, barrier: bool, tag: str, window: int, stale_fraction: str) -> None:
@@ -205,6 +205,8 @@ class TestSchedule:
         [
             ("never", ("never", None)),
             ("greedy", ("greedy", None)),
+            ("horizon", ("horizon", None)),
+            ("search(50)", ("search", 50)),
             ("threshold", ("threshold", None)),
             ("static(0)", ("static", 0)),
             (" static(12) ", ("static", 12)),

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
+import yaml
+
+from digen.config import load_config, validate
+from experiments.scaling import costs_yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,6 +44,58 @@ def test_a_run_from_python() -> None:
     out = run("from_python.py")
     assert len(re.findall(r"^step \d: reward 0\.\d{3}, stale (?:0|50)%$", out, re.MULTILINE)) == 3
     assert "completed, 3 of 3 steps" in out
+
+
+def test_assists_on_the_real_job() -> None:
+    out = run("assist.py", "--steps", "4", "--repeats", "1", "--only", "+tsp", "search, offload")
+    assert re.search(r"^\+tsp +\d+\.\d .* 0\.0 +0\.0 +0\.0 +- +- +x\d\.\d{3} +-$", out, re.MULTILINE), "no assists"
+    assert re.search(r"^search, offload +\d+\.\d .* [123]\.\d +\d\.\d +0\.0 +\d+\.\d\d .* off$", out, re.MULTILINE)
+    assert re.search(r"^same weights .*: met$", out, re.MULTILINE)
+    assert "simulated time of a run is off by at most" in out
+
+
+def test_stage_scaling(tmp_path: Path) -> None:
+    out = run("scaling.py", "--model-only", "--out", str(tmp_path))
+    assert "simulated: stage model, assumed parameters" in out
+    assert "<svg" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_measured_scaling_is_a_costs_section() -> None:
+    config = load_config(None, {"plan.samples_per_prompt": 12})
+    rates = {("generate", "1 core"): 120.0, ("update, sequential", "1 core"): 200.0, ("update, TSP", "1 core"): 400.0}
+    rates |= {("generate", "2 threads"): 90.0, ("update, TSP", "2 threads"): 600.0}
+    costs = validate(yaml.safe_load(costs_yaml(config, rates)), "printed").costs
+    assert costs.durations == "g=0.1000 u=0.0300"
+    assert costs.tsp_share == Decimal("0.5")
+    assert costs.scaling.update == ((1, Decimal(1)), (2, Decimal("1.5")))
+    assert costs.scaling.generate == ((1, Decimal(1)),), "two threads are slower, so that point is left out"
+
+
+def test_timelines(tmp_path: Path) -> None:
+    out = run("timelines.py", "--out", str(tmp_path))
+    # Naive 8 (20 + 2 + 8) + 4 + 6; colocated half of it without the load; GAP 8 (20 + 2) + 8 + 10, of it 12 idle.
+    assert re.search(r"^\(a\) colocated.* 124\.0 +0\.00 +0\.0% +0\.0%", out, re.MULTILINE)
+    assert re.search(r"^\(b\) naive.* 250\.0 ", out, re.MULTILINE)
+    assert re.search(r"^\(c\) micro-batch.* 194\.0 +0\.00 +6\.2% +64\.9%", out, re.MULTILINE)
+    assert "fewer than 3 assists leave bubbles to the trainer" in out
+    for number in (1, 6, 8):
+        assert "<svg" in (tmp_path / f"timelines_{number}.svg").read_text()
+
+
+def test_ablation(tmp_path: Path) -> None:
+    out = run("ablation.py", "--model", "wan2.1", "--out", str(tmp_path))
+    assert "within 2 % of the fit's ranges: met" in out
+    assert re.search(r"^\+TAG +2\.27-2\.75  2\.27-2\.75", out, re.MULTILINE)
+    assert out.count("assumed, no target") == 3
+    assert "<svg" in (tmp_path / "ablation.svg").read_text()
+
+
+def test_policies(tmp_path: Path) -> None:
+    out = run("policies.py", "--single", "60", "--runs", "10", "--out", str(tmp_path))
+    assert re.search(r"^horizon +1\.0000 +1\.0000 +1\.0000 +1\.0000 +100\.0%$", out, re.MULTILINE)
+    assert len(re.findall(r"^0\.5 +(?:hold|pull) +horizon", out, re.MULTILINE)) == 4
+    assert out.rstrip().splitlines()[-2].endswith("met")
+    assert "<svg" in (tmp_path / "policies.svg").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: str(path.name))

@@ -26,7 +26,18 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (
         tuple(
             f"digen.{name}"
-            for name in ("errors", "types", "handles", "config", "events", "extras", "plan", "groups", "data")
+            for name in (
+                "errors",
+                "types",
+                "handles",
+                "config",
+                "events",
+                "extras",
+                "plan",
+                "groups",
+                "data",
+                "durations",
+            )
         ),
         (),
         ("anyio", "asyncio", "digen.sched", "digen.workers", "torch"),
@@ -37,7 +48,22 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (("digen.diffusion",), (), ("digen.sched", "digen.workers")),
     (("digen.diffusion",), ("digen.diffusion.engines",), ("anyio", "asyncio")),
     (
-        tuple(f"digen.{name}" for name in ("runner", "offline", "checkpoint", "planner", "costs", "twin", "cli")),
+        tuple(
+            f"digen.{name}"
+            for name in (
+                "runner",
+                "offline",
+                "presets",
+                "checkpoint",
+                "planner",
+                "planned",
+                "capacity",
+                "costs",
+                "twin",
+                "timeline",
+                "cli",
+            )
+        ),
         (),
         ("torch", "ray"),
     ),

@@ -1,7 +1,8 @@
-"""The twin and ``digen simulate``: its input, its exact output, the model's tasks, and the numbers that are known."""
+"""The twin and ``digen simulate``: its exact output, the model's tasks, the numbers that are known, and its limits."""
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import subprocess
@@ -10,23 +11,27 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from digen import ScheduleConfig
+from digen import ScheduleConfig, twin
 from digen.cli import main
-from digen.errors import ConfigError
-from digen.events import AnyEvent, RunStarted, StepCommitted, TagDecided, TaskFinished, WorkerJoined, read_events
+from digen.config import dump_yaml, load_config
+from digen.costs import durations_for
+from digen.durations import MOST_TRAINERS, Durations, TrainerTimes, parse_durations, profiled_durations
+from digen.errors import ConfigError, StepFailed
+from digen.events import AnyEvent, Rewarded, StepCommitted, TagDecided, TaskFinished, read_events
 from digen.sched import check
 from digen.sched.admission import stale_limit
 from digen.sched.model import Instance, Trace
 from digen.sched.model import simulate as play_model
 from digen.sched.search import search, tag_first
-from digen.sched.tag import greedy, never, static
-from digen.twin import Durations, Twin, compare, describe, parse_durations, profiled_durations, simulate, write_folder
+from digen.sched.tag import greedy, never, policy_from, static
+from digen.twin import Twin, compare, instance_of, simulate, write_folder
 from experiments.search_time import seeded
 
 EXAMPLE = "B=8 S=2 g=10 r=1 u=5 h=12 c_load=1 c_off=1 y_opt=2 y_sync=3 G=1 T=1"
@@ -52,85 +57,6 @@ def digen(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
         return json.loads(captured.out)
 
     return digen
-
-
-def decimals(*values: float) -> tuple[Decimal, ...]:
-    """Exact decimals."""
-    return tuple(Decimal(str(value)) for value in values)
-
-
-# ---- durations -------------------------------------------------------------------------------------------------
-
-
-def test_every_letter_is_read_and_the_rest_has_defaults() -> None:
-    assert parse_durations(EXAMPLE) == Durations(
-        num_micro_batches=8,
-        num_steps=2,
-        generate_s=(Decimal(10),),
-        score_s=(Decimal(1),),
-        update_s=Decimal(5),
-        assist_s=Decimal(12),
-        switch_in_s=Decimal(1),
-        switch_out_s=Decimal(1),
-        commit_s=Decimal(2),
-        load_s=Decimal(3),
-    )
-    few = parse_durations("B=4 g=2.5 u=1")
-    assert (few.num_steps, few.num_generators) == (1, 1)
-    assert (*few.generate_s, few.assist_s, *few.score_s) == decimals(2.5, 2.5, 0)
-    assert (few.switch_in_s, few.switch_out_s, few.commit_s, few.load_s) == decimals(0, 0, 0, 0)
-
-
-def test_lists_have_an_entry_for_each_group() -> None:
-    several = parse_durations("B=4 g=10,12.5 u=1")
-    assert (several.generate_s, several.score_s) == (decimals(10, 12.5), decimals(0, 0))
-    assert several.assist_s == Decimal("12.5")
-    assert parse_durations("B=4 g=10 r=1,2,3 u=1").generate_s == decimals(10, 10, 10)
-    assert parse_durations("B=4 g=10 u=1 G=3").generate_s == decimals(10, 10, 10)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"B \(num_micro_batches\) is missing"),
-        ("B=4 u=1", r"g \(generate_s\) is missing"),
-        ("B=4 g=1", r"u \(update_s\) is missing"),
-        ("B=4 g=1 u=1 y_op=1", r"unknown letter 'y_op'; did you mean y_opt=\?"),
-        ("B=4 g=1 u=1 q=1", "unknown letter 'q'; known: B, S, G, T, g, r, u, h, c_load"),
-        ("B=4 g 1 u=1", "'g' is not of the form"),
-        ("B=4 g=1 u=1 g=2", "g is given twice"),
-        ("B=4 g=ten u=1", "g='ten' is not a number"),
-        ("B=4 g=1,,2 u=1", "g='' is not a number"),
-        ("B=4 g= u=1", "g='' is not a number"),
-        ("B=4 g=-1 u=1", "g=-1 must be finite and not negative"),
-        ("B=4 g=nan u=1", "g=nan must be finite and not negative"),
-        ("B=4 g=1 u=inf", "u=inf must be finite and not negative"),
-        ("B=4 g=1 u=1,2", "u takes one number, got 2"),
-        ("B=4,5 g=1 u=1", "B takes one number, got 2"),
-        ("B=0 g=1 u=1", "B=0 must be a whole number of at least 1"),
-        ("B=2.5 g=1 u=1", "B=2.5 must be a whole number"),
-        ("B=2 S=0 g=1 u=1", "S=0 must be a whole number"),
-        ("B=2 G=0 g=1 u=1", "G=0 must be a whole number"),
-        ("B=2 g=1,2 u=1 G=3", "g has 2 entries for G=3 generator groups"),
-        ("B=2 g=1,2 r=1,2,3 u=1", "g has 2 entries for G=3 generator groups"),
-        ("B=2 g=1 u=1 T=2", "T must be 1: the scheduler drives one trainer group"),
-    ],
-)
-def test_bad_durations_are_refused_and_the_command_says_so(
-    text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_durations(text)
-    assert main(["simulate", "--durations", text]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("digen: durations: ")
-    assert captured.err.count("\n") == 1
-
-
-def test_durations_too_far_apart_for_exact_sums_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is too long for steps of 1E-9 s to be exact"):
-        simulate(parse_durations("B=4 g=1e9 u=1e-9"), ScheduleConfig(mode="gap"))
 
 
 # ---- exactness -------------------------------------------------------------------------------------------------
@@ -159,6 +85,11 @@ def test_the_unit_changes_nothing(policy: str, digen: Callable[..., Any]) -> Non
     ]
     assert small["makespan"] == whole["makespan"] / 1000
     assert small["step_ends"] == [end / 1000 for end in whole["step_ends"]]
+
+
+def test_durations_too_far_apart_for_exact_sums_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is too long for steps of 1E-9 s to be exact"):
+        simulate(parse_durations("B=4 g=1e9 u=1e-9"), ScheduleConfig(mode="gap"))
 
 
 # ---- the model -------------------------------------------------------------------------------------------------
@@ -259,6 +190,24 @@ def test_the_policies_that_look_ahead_know_the_durations_from_the_start(policy: 
         assert 100 * end == (search(whole).value if policy == "search" else tag_first(whole)[0]), instance
 
 
+@pytest.mark.parametrize("policy", ["never", "greedy", "static(2)", "search", "tag_first", "horizon"])
+def test_the_twins_instance_in_the_model_does_the_same_whatever_decides(policy: str) -> None:
+    """What several trainer groups are played by, where both can play; the policies that look ahead included."""
+    rng = seeded(f"instance {policy}")
+    for _ in range(40):
+        mode = rng.choice(["tag", "tcss"])
+        durations, config, _ = draw(rng, mode)
+        config = config.model_copy(update={"tag": policy, "lazy_switch": rng.random() < 0.3})
+        trace = play_model(instance_of(durations, config), policy_from(policy))
+        found = Counter(
+            (task.kind, task.step, task.index, task.version, task.started, task.time)
+            for task in simulate(durations, config).finished
+        )
+        assert found == Counter(
+            (task.kind, task.step, task.index, task.version, task.start, task.end) for task in trace.tasks
+        )
+
+
 def test_a_twin_can_be_played_again_and_is_the_same() -> None:
     durations, config = parse_durations(EXAMPLE), ScheduleConfig(mode="tag", tag="search")
     assert simulate(durations, config) == simulate(durations, config)
@@ -336,71 +285,182 @@ def test_naive_is_a_step_times_their_number_and_colocated_shares_everything() ->
     assert compare(durations)["colocated"] == pytest.approx(2 * (8 * Decimal(17) / 3 + 2))
 
 
-# ---- profiles --------------------------------------------------------------------------------------------------
+# ---- several trainer groups ------------------------------------------------------------------------------------
 
 
-def recorded(*tasks: tuple[str, str, float], roles: dict[str, str] | None = None) -> list[AnyEvent]:
-    """A run that did these tasks: (worker, kind, seconds)."""
-    roles = roles if roles is not None else {"a": "generator", "b": "generator", "t": "trainer"}
-    start = RunStarted(
-        0.0,
-        num_steps=9,
-        start_step=0,
-        num_micro_batches=7,
-        window=1,
-        stale_limit=0,
-        sync="pull",
-        update_order="index",
-        tag="never",
-        barrier=False,
-    )
-    joined = [WorkerJoined(0.0, name, role, 0) for name, role in roles.items()]  # type: ignore[arg-type]
-    done = [TaskFinished(5 + seconds, 0, kind, worker, 0, 0, 0, 5.0) for worker, kind, seconds in tasks]  # type: ignore[arg-type]
-    committed = [StepCommitted(9.0, step, step + 1, {}) for step in range(2)]
-    return [start, *joined, *done, *committed]
+def test_several_trainers_by_hand(digen: Callable[..., Any]) -> None:
+    """Generations end at 10, 20, 30, 40; each update goes to the first trainer that is free."""
+    out = digen("B=4 g=10 u=25,14 y_opt=1", "--mode", "gap")
+    updates = [(task["worker"], task["start"], task["end"]) for task in out["tasks"] if task["kind"] == "update"]
+    assert updates == [("trainer0", 10, 35), ("trainer1", 20, 34), ("trainer1", 34, 48), ("trainer0", 40, 65)]
+    assert (out["makespan"], out["step_ends"], out["simulated"]) == (66, [66], True)
+    assert list(out) == ["simulated", "makespan", "step_ends", "assists", "tasks"]
 
 
-def test_a_profile_leaves_first_samples_out() -> None:
-    tasks = [("a", "generate", 90.0), ("a", "generate", 1.0), ("a", "generate", 2.0), ("b", "generate", 5.0)]
-    tasks += [("a", "score", 0.25), ("t", "update", 8.0), ("t", "update", 0.1), ("t", "commit", 0.5)]
-    tasks += [("t", "publish", 0.125), ("a", "load", 7.0), ("a", "load", 1.0), ("b", "load", 2.0)]
-    for _ in range(2):
-        tasks += [("t", "switch", 0.5), ("t", "assist", 4.0), ("t", "switch", 0.25)]
-    assert profiled_durations(recorded(*tasks)) == Durations(
-        num_micro_batches=7,
-        num_steps=2,
-        generate_s=(Decimal("1.5"), Decimal(5)),
-        score_s=(Decimal("0.25"), Decimal("0.25")),  # b has scored nothing
-        update_s=Decimal("0.1"),
-        assist_s=Decimal(4),
-        switch_in_s=Decimal("0.5"),
-        switch_out_s=Decimal("0.25"),
-        commit_s=Decimal("0.625"),
-        load_s=Decimal("1.5"),
-    )
+def test_assists_of_several_trainers_by_hand(digen: Callable[..., Any]) -> None:
+    """Both trainers take a micro-batch at once; the generator scores 2 and 1 before it goes on."""
+    out = digen("B=4 g=10 r=1 u=3 h=12,7 c_load=1,2 c_off=0,1", "--mode", "tag", "--policy", "static(2)")
+    assert [
+        (task["worker"], task["index"], task["start"], task["end"]) for task in out["tasks"] if task["kind"] == "assist"
+    ] == [("trainer0", 1, 1, 13), ("trainer1", 2, 2, 9)]
+    assert [(task["index"], task["end"]) for task in out["tasks"] if task["kind"] == "score"] == [
+        (2, 11),
+        (0, 12),
+        (1, 23),
+        (3, 24),
+    ]
 
 
-def test_a_profile_without_assists_and_loads_has_defaults() -> None:
-    found = profiled_durations(recorded(("a", "generate", 2.0), ("b", "score", 1.0), ("t", "update", 1.0)))
-    assert found.num_steps == 2
-    assert (*found.generate_s, found.assist_s) == decimals(2, 2, 2)
-    assert (found.commit_s, found.load_s, found.switch_in_s, found.switch_out_s) == decimals(0, 0, 0, 0)
+def held_to_the_rules(found: Twin, config: ScheduleConfig, instance: Instance) -> None:
+    """What must hold of any run, whoever played it."""
+    size, ends = instance.num_micro_batches, {}
+    by_worker: dict[str, list[TaskFinished]] = {}
+    for task in found.finished:
+        by_worker.setdefault(task.worker, []).append(task)
+        if task.index >= 0:
+            kind = "generate" if task.kind == "assist" else task.kind
+            assert (kind, task.step, task.index) not in ends
+            ends[kind, task.step, task.index] = task
+    for tasks in by_worker.values():
+        assert all(one.time <= other.started for one, other in pairwise(tasks))
+    assert len(ends) == 3 * size * instance.num_steps
+    commits = [task for task in found.finished if task.kind == "commit"]
+    assert [task.step for task in commits] == list(range(instance.num_steps))
+    for step in range(instance.num_steps):
+        updates = [ends["update", step, index] for index in range(size)]
+        for index, update in enumerate(updates):
+            generated, scored = ends["generate", step, index], ends["score", step, index]
+            assert generated.time <= scored.started
+            assert scored.time <= update.started
+            assert 0 <= step - generated.version < instance.window
+            assert update.version == scored.version == generated.version
+        assert sum(update.version < step for update in updates) <= instance.stale_limit
+        if config.update_order == "index":
+            assert [update.task for update in updates] == sorted(update.task for update in updates)
+        assert max(update.time for update in updates) <= commits[step].started
+        if step:
+            assert commits[step - 1].time <= min(update.started for update in updates)
+
+
+@pytest.mark.parametrize("policy", ["never", "greedy", "static(3)", "search", "tag_first", "horizon"])
+def test_up_to_eight_trainer_groups_keep_every_rule(policy: str) -> None:
+    rng = seeded(f"trainers {policy}")
+    most = 0
+    for number in range(40):
+        durations, config, _ = draw(rng, rng.choice(["tag", "tcss"]))
+        num_trainers = rng.randint(2, MOST_TRAINERS)
+        extra = [TrainerTimes(*(rng.randint(0, 12) * Decimal(1) for _ in range(4))) for _ in range(num_trainers - 1)]
+        durations = replace(durations, num_micro_batches=rng.randint(1, 12), more_trainers=tuple(extra))
+        config = config.model_copy(update={"tag": policy, "lazy_switch": rng.random() < 0.3})
+        try:
+            found = simulate(durations, config)
+            held_to_the_rules(found, config, instance_of(durations, config))
+        except BaseException as error:
+            error.add_note(f"run {number}: {durations} {config}")
+            raise
+        assert found.engine == "model"
+        most = max(most, len({task.worker for task in found.finished if task.worker.startswith("trainer")}))
+    assert most >= 6
+
+
+def test_idle_shares_of_several_trainers_by_hand() -> None:
+    found = simulate(parse_durations("B=4 g=10 u=25,14 y_opt=1"), ScheduleConfig(mode="gap"))
+    assert found.bubbles["generator"] == {"share": pytest.approx(1 - 40 / 66), "causes": {}}
+    assert found.bubbles["trainer"] == {"share": pytest.approx(1 - (25 + 25 + 14 + 14 + 1) / (2 * 66)), "causes": {}}
+
+
+def test_colocated_trainers_share_every_stage() -> None:
+    """Two groups: generations 0 to 20 and 20 to 40, scores to 42 and 44, updates to 49 and 54, twice two of each."""
+    found = simulate(parse_durations("B=4 g=99 h=20 r=2 u=5 T=2"), ScheduleConfig(mode="colocated"))
+    assert found.makespan == 54
+    assert list(found.bubbles) == ["trainer"]
 
 
 @pytest.mark.parametrize(
-    ("events", "message"),
+    ("words", "message"),
     [
-        ([], "no run with generators"),
-        (recorded(("t", "generate", 1.0), roles={"t": "trainer"}), "another mode than colocated"),
-        (recorded(("a", "generate", 1.0), ("t", "update", 1.0)), "no score on a to learn from"),
-        (recorded(("a", "generate", 1.0), ("a", "score", 1.0)), "no update on trainer to learn from"),
-        (recorded(("a", "score", 1.0), ("t", "update", 1.0)), "no generate on a to learn from"),
-        (recorded(roles={"a": "generator", "s": "scorer"}), r"scorer of its own \(s\)"),
+        (["--out", "somewhere"], "T=2 is played by the exact model, which makes no events"),
+        (["--schedule.max_generating", "1"], "schedule.max_generating: the exact model has no such limit"),
     ],
 )
-def test_a_profile_that_teaches_nothing_is_refused(events: list[AnyEvent], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        profiled_durations(events)
+def test_what_the_exact_model_does_not_know_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--durations", "B=4 g=1 u=1,2", *words]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, message in captured.err) == ("", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_over_several_micro_batches_wait_for_their_last_score_and_are_not_for_the_model() -> None:
+    durations = replace(parse_durations("B=4 g=10 r=1 u=2"), micro_batches_per_group=2)
+    updates = [
+        task.started for task in simulate(durations, ScheduleConfig(mode="gap")).finished if task.kind == "update"
+    ]
+    assert updates == [22, 24, 44, 46]
+    with pytest.raises(ConfigError, match="no groups that span several micro-batches"):
+        instance_of(durations, ScheduleConfig(mode="gap"))
+
+
+# ---- long and wide runs ----------------------------------------------------------------------------------------
+
+
+def test_only_the_tasks_of_the_steps_asked_for_are_kept() -> None:
+    durations, config = parse_durations(EXAMPLE.replace("S=2", "S=9")), ScheduleConfig(mode="tcss", tag="greedy")
+    whole = simulate(durations, config)
+    for keep in (range(9), range(3), range(3, 5), range(8, 9), range(0), range(9, 9)):
+        part = simulate(durations, config, keep=keep)
+        assert replace(part, finished=()) == replace(whole, finished=())
+        ends = [-1, *(int(end) for end in whole.step_ends[:-1]), int(whole.makespan)]
+        begin, end = ends[keep.start], ends[keep.stop]
+        assert part.finished == tuple(
+            task for task in whole.finished if keep and task.time > begin and (task.started < end or keep.stop == 9)
+        )
+    assert sum(task.kind == "assist" for task in whole.finished) == whole.num_assists > 0
+
+
+def test_a_task_costs_the_same_work_however_many_workers_there_are() -> None:
+    """Counted in calls of functions: no clock, and what it costs to make a worker cancels out."""
+
+    def calls(num_generators: int, num_steps: int) -> tuple[int, int]:
+        durations = parse_durations(f"B=1000 S={num_steps} g={num_generators} r=1 u=2 h=9 y_sync=1 G={num_generators}")
+        config, count = ScheduleConfig(mode="tcss", tag="greedy"), 0
+
+        def profiler(_: Any, event: str, __: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profiler)
+        try:
+            num_tasks = len(simulate(durations, config).finished)
+        finally:
+            sys.setprofile(None)
+        return count, num_tasks
+
+    per_task = []
+    for num_generators in (10, 500):
+        (less, few), (more, many) = calls(num_generators, 1), calls(num_generators, 3)
+        per_task.append((more - less) / (many - few))
+    assert per_task[1] == pytest.approx(per_task[0], rel=0.15)
+
+
+def test_garbage_is_collected_again_after_a_run_that_fails_too() -> None:
+    seen: list[bool] = []
+
+    def full(event: AnyEvent) -> None:
+        seen.append(gc.isenabled())
+        if isinstance(event, StepCommitted):
+            raise OSError("no room")
+
+    with pytest.raises(StepFailed, match="no room"):
+        simulate(parse_durations(EXAMPLE), ScheduleConfig(mode="gap"), sinks=[full])
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+# ---- folders and the command -----------------------------------------------------------------------------------
 
 
 def test_the_profile_of_a_twin_is_the_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,9 +475,6 @@ def test_the_profile_of_a_twin_is_the_twin(tmp_path: Path, capsys: pytest.Captur
         assert main(["simulate", *source, *rules, "--json"]) == 0
         shown.append(json.loads(capsys.readouterr().out))
     assert shown[0] == shown[1]
-
-
-# ---- folders, pictures, the command ----------------------------------------------------------------------------
 
 
 def test_a_simulated_run_is_a_runs_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,52 +494,65 @@ def test_a_simulated_run_is_a_runs_folder(tmp_path: Path, capsys: pytest.Capture
     assert committed[0].values["perf/samples_per_s"] == pytest.approx(8 / 7.5)
     assert committed[0].values["tag/inserted"] == 2
     told = next(event for event in events if isinstance(event, TagDecided))
-    assert told.reason.endswith("last update in 73 s, in units of 0.1 s")
+    assert told.reason.endswith("last update in 7.3 s")
+    names = set(committed[0].values)
+    assert not {name for name in names if name.startswith(("reward/", "weight_sync/bytes", "tag/search_ms"))}
+    assert not any(isinstance(event, Rewarded) or getattr(event, "stats", None) for event in events)
     assert main(["report", str(folder)]) == 0
     assert main(["simulate", "--durations", text, "--out", str(folder)]) == 2
     assert "holds the events of a run already" in capsys.readouterr().err
+
+
+def test_a_simulated_run_says_so_wherever_it_is_shown(tmp_path: Path) -> None:
+    label = f"simulated {EXAMPLE}"
+    write_folder(tmp_path, parse_durations(EXAMPLE), ScheduleConfig(mode="tag"))
+    assert json.loads((tmp_path / "report.json").read_text())["run"]["name"] == label
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{label} · digen</title>" in page
+    assert "reward" not in page.partition("</style>")[2].lower()
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [item["args"]["labels"] for item in trace if item["name"] == "process_labels"] == [label]
+
+
+def test_the_trace_of_a_long_run_is_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(twin, "_TRACED_TASKS", 100)
+    text = EXAMPLE.replace("S=2", "S=40")
+    found, num_traced = write_folder(tmp_path / "a", parse_durations(text), ScheduleConfig(mode="gap"))
+    assert (len(found.finished), num_traced) == (40 * 27, 3)  # 8 x 3, commit, publish and load: 27 a step
+    trace = json.loads((tmp_path / "a" / "trace.json").read_text())["traceEvents"]
+    tasks = [item for item in trace if item.get("cat") == "task"]
+    assert {item["args"]["outcome"] for item in tasks} == {"done"}
+    assert {item["args"]["step"] for item in tasks} == {0, 1, 2}
+    assert max(item["ts"] + item["dur"] for item in tasks) == 10**6 * found.step_ends[2]
+    write_folder(tmp_path / "stale", parse_durations(text), ScheduleConfig(mode="tcss"))  # tasks run at every commit
+    trace = json.loads((tmp_path / "stale" / "trace.json").read_text())["traceEvents"]
+    assert {item["args"]["outcome"] for item in trace if item.get("cat") == "task"} == {"done"}
+    assert len(list(read_events(tmp_path / "a" / "events.jsonl"))) > 40 * 27 * 2
+    assert main(["simulate", "--durations", text, "--out", str(tmp_path / "b")]) == 0
+    assert "trace.json holds the first 3 whole steps" in capsys.readouterr().out
+    assert main(["simulate", "--durations", "B=90 g=1 u=1", "--out", str(tmp_path / "c")]) == 0
+    assert "trace.json holds the first 0 whole steps" in capsys.readouterr().out
+    assert json.loads((tmp_path / "c" / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_folder_is_not_begun_for_what_cannot_be_simulated(tmp_path: Path) -> None:
+    for text in ("B=4 g=1e9 u=1e-9", "B=4 g=1 u=1 T=2"):
+        with pytest.raises(ConfigError, match="durations: "):
+            write_folder(tmp_path / "new", parse_durations(text), ScheduleConfig(mode="gap"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_threshold_saving_is_written_in_seconds(tmp_path: Path) -> None:
     config = ScheduleConfig(mode="tag", tag="threshold")
     savings = []
     for name, text in (("one", "B=8 g=10 r=1 u=5 h=12"), ("tenth", "B=8 g=1.0 r=.1 u=.5 h=1.2")):
-        write_folder(simulate(parse_durations(text), config), tmp_path / name)
+        write_folder(tmp_path / name, parse_durations(text), config)
         events = read_events(tmp_path / name / "events.jsonl")
         savings.append([event.saving_s for event in events if isinstance(event, TagDecided)])
     assert savings[0]
     assert savings[1] == pytest.approx([saving / 10 for saving in savings[0] if saving is not None])
-
-
-def test_the_picture_has_a_row_for_each_worker() -> None:
-    config = ScheduleConfig(mode="tag", tag="search")
-    lines = describe(simulate(parse_durations("B=8 S=2 g=10,11,12 r=1 u=5"), config), config, width=60)
-    rows = lines[lines.index("") + 1 : -1]
-    assert [row.split()[0] for row in rows] == ["gen0", "gen1", "gen2", "trainer"]
-    assert {len(row) for row in rows} == {11 + 60}
-    assert all(set(row[11:]) <= set(".gasuCPLxk") for row in rows)
-    assert rows[0][11:].startswith("ggg")
-    assert "u" in rows[3]
-    assert lines[0].startswith("simulated: ")
-
-
-def test_the_words_give_speed_ups_and_idle_shares() -> None:
-    config = ScheduleConfig(mode="tag", tag="search", sync="hold")
-    lines = describe(simulate(parse_durations(EXAMPLE), config), config)
-    assert lines[0] == ("simulated: mode tag, window 1, TAG search, sync hold; 2 steps of 8 micro-batches, 1 generator")
-    assert lines[1:4] == [
-        "makespan 156 s, 4 assists",
-        "  1.705 x naive (266 s)",
-        "  0.846 x colocated, if every stage scaled linearly (132 s)",
-    ]
-    assert lines[4].startswith("  generator idle 9.0%")
-
-
-def test_a_run_of_no_length_has_no_speed_up() -> None:
-    config = ScheduleConfig(mode="tag", tag="search")
-    lines = describe(simulate(parse_durations("B=2 g=0 u=0"), config), config)
-    assert lines[1] == "makespan 0 s, 0 assists"
-    assert "naive" not in "".join(lines)
 
 
 def test_a_closed_pipe_and_no_torch() -> None:
@@ -504,14 +574,102 @@ def test_a_closed_pipe_and_no_torch() -> None:
         assert process.wait(timeout=60) in {0, 1}
 
 
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Path]:
+    """A config file whose costs say this."""
+
+    def job(costs: str) -> Path:
+        path = tmp_path / "job.yaml"
+        path.write_text(
+            f"plan: {{prompts_per_step: 8, samples_per_prompt: 2}}\nrun: {{num_steps: 2}}\ncosts: {costs}\n"
+        )
+        return path
+
+    return job
+
+
+def test_without_flags_durations_come_from_the_config(
+    job: Callable[..., Path], digen: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job("{durations: g=10 r=1 u=5 h=12 c_load=1 c_off=1 y_opt=2 y_sync=3, note: a guess}")
+    assert main(["simulate", str(path), *RULES, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == digen(EXAMPLE, *RULES)
+    assert main(["simulate", str(path), *RULES]) == 0
+    assert f"durations: {EXAMPLE}; given durations: a guess" in capsys.readouterr().out.splitlines()
+    words = ["--plan.prompts_per_step", "4", "--run.num_steps", "3", "--workers.generators", "2", "--json"]
+    assert main(["simulate", str(path), *RULES, *words]) == 0
+    smaller = json.loads(capsys.readouterr().out)
+    assert smaller == digen(EXAMPLE.replace("B=8 S=2", "B=4 S=3").replace("G=1", "G=2"), *RULES)
+
+
+def test_calibrated_durations_say_that_they_are_a_fit(
+    job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job("{model: wan2.1}")
+    words = ["--sampling.num_inference_steps", "30", "--algorithm.timestep_fraction", "0.6", "--mode", "tag"]
+    assert main(["simulate", str(path), *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("simulated: mode tag")
+    assert "a fit and not a measurement; the unit of time is one denoising step" in out
+    overrides = {"sampling.num_inference_steps": 30, "algorithm.timestep_fraction": 0.6}
+    assert f"durations: {durations_for(load_config(path, overrides))};" in out
+
+
+def test_a_profile_beside_a_config_must_be_of_the_same_job(
+    tmp_path: Path, job: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(job("{}"))
+    folder = tmp_path / "run"
+    write_folder(folder, parse_durations("B=8 S=9 g=.1 r=.01 u=.05"), ScheduleConfig(mode="gap"))
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    capsys.readouterr()
+    assert main(["simulate", str(job("{}")), "--profile", str(folder), "--run.num_steps", "5", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["step_ends"]) == 5
+    assert main(["simulate", str(job("{}")), "--profile", str(folder), "--plan.samples_per_prompt", "4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"costs.profile: {folder} is a run of another config: plan.samples_per_prompt is 2 there" in captured.err
+    assert main(["simulate", "--profile", str(folder), "--json"]) == 0  # its own config
+    assert len(json.loads(capsys.readouterr().out)["step_ends"]) == 9
+
+
+def test_the_tree_of_the_documented_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--durations", EXAMPLE, *RULES, "--explain"]) == 0
+    assert capsys.readouterr().out == (
+        f"simulated: what Algorithm 2 decides in the first step of {EXAMPLE}; given durations\n"
+        "bubble 1 at 0 s (7 to start, 0 scored, 8 to update):\n"
+        "├─ * assist → bubble 2 at 19 s (5 to start, 0 scored, 7 to update): ends at 73 s\n"
+        "│  ├─ * assist → ends at 73 s\n"
+        "│  └─   skip   → cut, not before 73 s\n"
+        "└─   skip   → cut, not before 79 s\n"
+        "* best: assist x 2; the last update ends at 73 s\n"
+        "2 moves simulated, 2 cut by the bound, 0 seen before\n"
+        "tag_first: 2 assists before the first update; the last one ends at 73 s\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "one of the arguments --durations --profile is required"),
+        (
+            [],
+            "costs: the config does not say how long tasks take; set costs.model, costs.durations or costs.profile, or",
+        ),
+        ([], "or give --durations or --profile"),
         (["--durations", EXAMPLE, "--profile", "x"], "not allowed with argument"),
         (["--profile", "/nowhere"], "is not a run's folder"),
         (["--durations", EXAMPLE, "--policy", "gredy"], "tag"),
         (["--durations", EXAMPLE, "--mode", "tga"], "mode"),
+        (["--durations", EXAMPLE, "--plan.prompts_per_step", "3"], "--plan.prompts_per_step changes nothing here"),
+        (["--durations", EXAMPLE, "--explain", "--json"], "not allowed with argument"),
+        (["--durations", EXAMPLE, "--explain", "--out", "x"], "--explain plays nothing that --out could write"),
+        (
+            ["--durations", EXAMPLE, "--explain", "--mode", "naive"],
+            "a barrier between stages, has no bubbles to search",
+        ),
+        (["--durations", "B=129 g=1 u=1", "--explain"], "a step of 129 micro-batches would be too deep"),
+        (["--costs.durations", "g=-1 u=1"], "costs.durations: g=-1 must be finite and not negative"),
+        (["--costs.durations", "g=1"], "costs.durations: u (update_s) is missing"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(
@@ -519,4 +677,4 @@ def test_the_command_refuses_what_makes_no_sense(
 ) -> None:
     assert main(["simulate", *words]) == 2
     captured = capsys.readouterr()
-    assert (captured.out, message in captured.err) == ("", True), captured.err
+    assert (captured.out, message in captured.err, captured.err.count("\n")) == ("", True, 1), captured.err

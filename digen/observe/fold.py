@@ -72,11 +72,12 @@ class Fold:
         """(step, index) generated and not yet being scored: SQ."""
         self.update_queue: set[tuple[int, int]] = set()
         """(step, index) scored and not yet being updated: UQ, and what waits for its group."""
-        self._on_span = on_span or (lambda span: None)
+        self._on_span = on_span
         self._keep_steps = keep_steps
         self._offset = 0.0
         self._open = False
         self._step_began = 0.0
+        self._cold = True
         self._num_busy: Counter[str] = Counter()
         self._tallies: dict[int, StepTally] = {}
         self._marks: dict[str, tuple[float, float]] = {}
@@ -163,6 +164,7 @@ class Fold:
         self.num_segments += 1
         self._offset = self.now - event.time
         self._step_began = self.now
+        self._cold = True
         self.steps = {step: summary for step, summary in self.steps.items() if step < event.start_step}
         self._tallies.clear()
         self.score_queue.clear()
@@ -232,7 +234,9 @@ class Fold:
         derived |= self._tallies.pop(event.step, StepTally()).values()
         self.sync_bytes += event.values.get("weight_sync/bytes", 0.0)
         self.counts["num_commits"] += 1
-        self.steps[event.step] = StepSummary(event.step, event.version, self.now, duration_s, derived | event.values)
+        values = derived | event.values
+        self.steps[event.step] = StepSummary(event.step, event.version, self.now, duration_s, values, self._cold)
+        self._cold = False
         if self._keep_steps is not None and len(self.steps) > self._keep_steps:
             del self.steps[next(iter(self.steps))]
 

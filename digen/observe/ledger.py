@@ -60,7 +60,7 @@ class WorkerLedger:
 
     name: str
     role: Role
-    on_span: Callable[[Span], None]
+    on_span: Callable[[Span], None] | None = None
     version: int = 0
     """Version of the weights that it holds."""
     present: bool = False
@@ -119,8 +119,9 @@ class WorkerLedger:
         if not self.running:
             self.busy_s += now - self.since
             self.since, self.cause = now, HANDOVER
-        where = event.step, event.index, event.version, event.stale
-        self.on_span(Span(self.name, event.kind, start, now, *where, outcome))
+        if self.on_span is not None:
+            where = event.step, event.index, event.version, event.stale
+            self.on_span(Span(self.name, event.kind, start, now, *where, outcome))
 
     def explain(self, cause: str, now: float) -> None:
         """Give the bubble's cause. The first one covers it from its beginning; another one begins a new bubble."""
@@ -133,5 +134,6 @@ class WorkerLedger:
     def _close_bubble(self, now: float) -> None:
         if now > self.since:
             self.bubble_s[self.cause] += now - self.since
-            self.on_span(Span(self.name, "bubble", self.since, now, cause=self.cause))
+            if self.on_span is not None:
+                self.on_span(Span(self.name, "bubble", self.since, now, cause=self.cause))
         self.since, self.cause = now, HANDOVER

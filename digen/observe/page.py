@@ -9,7 +9,7 @@ from typing import Any
 
 from digen.observe import svg
 from digen.observe.ledger import Span
-from digen.observe.report import describe_schedule, evaluations_shown
+from digen.observe.report import describe_prediction, describe_schedule, evaluations_shown
 from digen.observe.text import (
     escape_html,
     escape_html_lines,
@@ -40,6 +40,8 @@ _COLUMNS = (
     ("trainer idle", "pipeline/bubble_ratio/trainer", "{:.0%}"),
     ("stale", "staleness/ratio", "{:.0%}"),
     ("assists", "tag/inserted", "{:.0f}"),
+    ("predicted s", "pipeline/makespan_predicted_s", "{:.2f}"),
+    ("deciding ms", "tag/search_ms", "{:.1f}"),
     ("policy loss", "loss/policy", "{:.2e}"),
     ("max ratio", "ratio/max", "{:.4f}"),
     ("clipped", "clip_fraction", "{:.1%}"),
@@ -67,6 +69,7 @@ def render(report: dict[str, Any], config_text: str = "", images: Sequence[Path]
         _section("Reward", _reward(report)),
         _section("Where the time went", _bubbles(report)),
         _section("Timeline of the last steps", _timeline(report)),
+        _section("Trainer-assisted generation", _assists(report["tag"])),
         _section("Staleness", _staleness(report)),
         _section("Samples", _samples(images)),
         _section("Workers", _workers(report)),
@@ -190,6 +193,32 @@ def _timeline(report: dict[str, Any]) -> str:
     )
 
 
+def _assists(tag: dict[str, Any] | None) -> str:
+    if tag is None:
+        return ""
+    facts = [
+        ("policy", tag["policy"]),
+        ("bubbles", f"assisted in {tag['num_inserted']}, skipped {tag['num_skipped']}"),
+        ("assists", f"{format_share(tag['assist_share'])} of all generations"),
+        ("switch", f"{1000 * tag['switch_s_per_assist']:.2f} ms an assist"),
+    ]
+    if tag["search_ms_per_decision"] is not None:
+        facts.append(("deciding", f"{tag['search_ms_per_decision']:.2f} ms a bubble"))
+    if prediction := tag["prediction"]:
+        facts.append(("prediction", describe_prediction(prediction)))
+    rows = [
+        [
+            str(row["num_assists"]),
+            str(row["num_steps"]),
+            f"{row['actual_s']:.3f}",
+            f"{row['predicted_s']:.3f}" if row["predicted_s"] is not None else "–",
+        ]
+        for row in tag["by_assists"]
+    ]
+    head = ["assists in a step", "steps", "seconds, median", "predicted"]
+    return _facts(facts) + (_table(head, rows) if rows else "")
+
+
 def _staleness(report: dict[str, Any]) -> str:
     counts = {int(value): count for value, count in report["staleness"]["histogram"].items()}
     if not counts:
@@ -266,8 +295,7 @@ def _counts(report: dict[str, Any]) -> str:
         facts.append(("balance", f"{report['balanced_generators']:.1f} such generators keep one such trainer busy"))
     if report["checkpoint"]:
         facts.append(("checkpoint", f"v{report['checkpoint']['version']}, {report['checkpoint']['path']}"))
-    rows = "".join(f"<dt>{name}</dt><dd>{escape_html(text)}</dd>" for name, text in facts)
-    return f'<dl class="facts">{rows}</dl>'
+    return _facts(facts)
 
 
 def _steps(report: dict[str, Any]) -> str:
@@ -303,6 +331,11 @@ def _figure(chart: str, caption: str) -> str:
 
 def _legend(names: Iterable[str]) -> str:
     return '<ul class="legend">' + "".join(f'<li><i class="{name}"></i>{name}</li>' for name in names) + "</ul>"
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    rows = "".join(f"<dt>{name}</dt><dd>{escape_html(text)}</dd>" for name, text in facts)
+    return f'<dl class="facts">{rows}</dl>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from digen.events import AnyEvent, Evaluated, read_events
 from digen.observe.advice import LINEAR_NOTE, advise, balance
+from digen.observe.assists import summarize_assists
 from digen.observe.fold import ROLES, Fold
 from digen.observe.ledger import Span, WorkerLedger
 from digen.observe.steps import StepSummary, median_step_s
@@ -52,7 +53,7 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
         "median_step_s": step_s,
         "steps_per_minute": 60 / step_s if step_s else None,
         "overlap_ratio": fold.overlap_ratio,
-        "bubbles": {role: _bubbles(fold.of_role(role), fold.now) for role in ROLES if fold.of_role(role)},
+        "bubbles": {role: bubble_shares(fold.of_role(role), fold.now) for role in ROLES if fold.of_role(role)},
         "workers": [_worker(ledger, fold.now) for role in ROLES for ledger in fold.of_role(role)],
         "balanced_generators": None if colocated else balance(fold),
         "staleness": {
@@ -60,6 +61,7 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
             "num_stale": sum(count for value, count in fold.staleness.items() if value > 0),
         },
         "counts": _counts(fold),
+        "tag": summarize_assists(fold),
         "conservation": _conservation(fold),
         "weight_sync": {
             "seconds": fold.seconds("publish", "load"),
@@ -133,6 +135,7 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     counts, sync = report["counts"], report["weight_sync"]
     ended_badly = f"{counts['num_tasks_failed']} failed, {counts['num_tasks_lost']} lost"
     yield "tasks", f"{counts['num_assists']} assists, switch {format_duration(counts['switch_s'])}, {ended_badly}"
+    yield from _tag_rows(report["tag"])
     size = f", {format_bytes(sync['bytes'])}" if sync["bytes"] else ""
     yield "weight sync", f"{sync['num_loads']} loads, {format_duration(sync['seconds'])}{size}"
     if report["checkpoint"]:
@@ -140,6 +143,25 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "next", report["advice"]
     for note in report["notes"]:
         yield "note", note
+
+
+def _tag_rows(tag: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if tag is None:
+        return
+    text = f"{escape_text(tag['policy'])}: assisted in {tag['num_inserted']} bubbles, skipped {tag['num_skipped']}"
+    if tag["search_ms_per_decision"] is not None:
+        text += f", {tag['search_ms_per_decision']:.2f} ms a decision"
+    yield "TAG", text
+    if prediction := tag["prediction"]:
+        yield "prediction", describe_prediction(prediction)
+
+
+def describe_prediction(prediction: dict[str, float]) -> str:
+    """How far predicted step times were from the actual ones."""
+    return (
+        f"of step time: off by {100 * prediction['mean']:.1f} % on average, at most {100 * prediction['max']:.1f} %, "
+        f"over {prediction['num_steps']:.0f} steps"
+    )
 
 
 def describe_schedule(run: dict[str, Any]) -> str:
@@ -183,8 +205,8 @@ def _evaluations(evaluations: list[Evaluated]) -> dict[str, Any]:
     return {"all": plain, "before": plain[0] if plain else None, "after": plain[-1] if len(plain) > 1 else None}
 
 
-def _bubbles(ledgers: list[WorkerLedger], now: float) -> dict[str, Any]:
-    """Idle share of a role's worker-seconds and its parts by cause, the largest first."""
+def bubble_shares(ledgers: list[WorkerLedger], now: float) -> dict[str, Any]:
+    """``share``, the idle share of a role's worker-seconds, and ``causes``, its parts by cause, the largest first."""
     seconds: dict[str, float] = {}
     for ledger in ledgers:
         for cause, value in ledger.bubble_s.items():

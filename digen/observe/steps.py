@@ -37,6 +37,8 @@ class StepSummary:
     """Since the commit before, or since the segment began."""
     values: dict[str, float]
     """The scheduler's metrics over the derived ones (:data:`DERIVED`)."""
+    cold: bool = False
+    """Whether it was the first since a run began or was resumed: no duration was known when it began."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from digen.events import AnyEvent, TagDecided, WorkerJoined, WorkerLeft
+from digen.events import AnyEvent, RunStarted, TagDecided, WorkerJoined, WorkerLeft
 from digen.observe.fold import ROLES, Fold
 from digen.observe.ledger import Span
 from digen.observe.text import escape_text
@@ -52,6 +52,9 @@ def trace_events(events: Iterable[AnyEvent]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": _PID, "name": "process_name", "args": {"name": "digen"}}
     for event in events:
         fold.apply(event)
+        if isinstance(event, RunStarted):
+            labels = escape_text(str(event.info.get("name", "run")))
+            yield {"ph": "M", "pid": _PID, "name": "process_labels", "args": {"labels": labels}}
         if isinstance(event, WorkerJoined) and event.worker not in tracks:
             tracks[event.worker] = len(tracks) + 1
             yield from _track(event, tracks[event.worker])

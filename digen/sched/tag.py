@@ -156,7 +156,7 @@ def _finish(bubble: Bubble, *, assist: bool) -> float:
 
 
 def policy_from(text: str) -> Policy:
-    """The policy that ``schedule.tag`` names: never, static(k), greedy, threshold, search, tag_first or horizon."""
+    """The policy that ``schedule.tag`` names; see :func:`digen.config.parse_tag`."""
     from digen.config import parse_tag
     from digen.sched.horizon import horizon
     from digen.sched.lookahead import searching, tag_first_policy
@@ -164,6 +164,8 @@ def policy_from(text: str) -> Policy:
     name, argument = parse_tag(text)
     if name == "static":
         return static(argument or 0)
+    if name == "search" and argument is not None:
+        return searching(argument)
     policies = {
         "never": never,
         "greedy": greedy,

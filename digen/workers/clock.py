@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
-import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from itertools import count
@@ -21,82 +20,86 @@ Ts = TypeVarTuple("Ts")
 
 _REAL_GRACE_S = 0.2
 
+_FEW = 100
+"""Cancelled timers that are not worth sweeping."""
+
 
 class Deadlock(RuntimeError):
     """On a virtual clock: every task waits and no timer is pending."""
 
 
-class _JumpingSelector(selectors.SelectSelector):
-    """Asks the operating system for what is ready now, and turns the time it was told to wait into a jump."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout == 0:
-            return []
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                # Only a thread or a process could still wake the loop, and neither lives in virtual time.
-                ready = super().select(_REAL_GRACE_S)
-                if not ready:
-                    raise Deadlock("virtual clock: nothing is ready and no timer is pending")
-            else:
-                self.now += timeout
-        return ready
-
-
-class _Timer(asyncio.TimerHandle):
-    """A timer that goes off after those of the same time that were set before it; a bare heap forgets their order."""
-
-    __slots__ = ("_number",)
-
-    def __init__(
-        self, when: float, callback: Callable[..., Any], args: Any, loop: VirtualLoop, context: Context | None
-    ) -> None:
-        super().__init__(when, callback, args, loop, context)
-        self._number = next(loop.timers)
-
-    def __lt__(self, other: Any) -> bool:
-        when, then = self._when, other._when  # type: ignore[attr-defined]
-        return bool(when < then or (when == then and self._number < other._number))
-
-
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in virtual time, starting at 0."""
+    """An event loop in virtual time, starting at 0.
+
+    Threads may wake it at any time. Files and sockets, which do not live in virtual time, are looked at only when no
+    timer is pending.
+    """
+
+    _ready: deque[Any]
+    _stopping: bool
+    _timer_cancelled_count: int
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        self.timers = count()
-        super().__init__(self._jumping)
+        self._now = 0.0
+        self._numbers = count()
+        super().__init__()
+        self._scheduled: list[tuple[float, int, Any]] = []
+        """Timers, the next one first. A bare heap of timers, as asyncio's, forgets in which order they were set."""
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
-        return self._jumping.now
+        return self._now
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """The base class's, without its checks of debug mode: it is called several times for every task of a run."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Like the base class's, but timers of one time go off in the order in which they were set."""
         self._check_closed()  # type: ignore[attr-defined]
-        timer = _Timer(when, callback, args, self, context)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
         timer._scheduled = True  # type: ignore[attr-defined]
+        heapq.heappush(self._scheduled, (when, next(self._numbers), timer))
         return timer
 
     def _run_once(self) -> None:
-        scheduled: list[Any] = self._scheduled  # type: ignore[attr-defined]
-        while scheduled and scheduled[0]._cancelled:
-            heapq.heappop(scheduled)._scheduled = False
-            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
-        # The jump must land exactly on the timer: `now + (when - now)` can differ from `when` in the last bit.
-        if not self._ready and scheduled and not self._stopping:  # type: ignore[attr-defined]
-            self._jumping.now = max(self._jumping.now, scheduled[0]._when)
-            # asyncio runs the timers that are due before now + resolution: exactly those of this instant.
-            self._clock_resolution = math.ulp(self._jumping.now)
-        super()._run_once()  # type: ignore[misc]
+        """One turn: run what is ready; what that makes ready waits for the next turn."""
+        ready, timers = self._ready, self._scheduled
+        if not ready and not self._stopping:
+            self._jump()
+        while timers and timers[0][0] <= self._now:
+            ready.append(self._pop_timer())
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def _jump(self) -> None:
+        timers = self._scheduled
+        if self._timer_cancelled_count > max(_FEW, len(timers) // 2):
+            timers[:] = [item for item in timers if not item[2]._cancelled]
+            heapq.heapify(timers)
+            self._timer_cancelled_count = 0
+        if timers:
+            self._now = max(self._now, timers[0][0])
+            return
+        # Only a thread or a process could still wake the loop, and neither lives in virtual time.
+        events = self._selector.select(_REAL_GRACE_S)  # type: ignore[attr-defined]
+        if not events:
+            raise Deadlock("virtual clock: nothing is ready and no timer is pending")
+        self._process_events(events)  # type: ignore[attr-defined]
+
+    def _pop_timer(self) -> asyncio.TimerHandle:
+        timer: Any = heapq.heappop(self._scheduled)[2]
+        timer._scheduled = False
+        self._timer_cancelled_count -= timer._cancelled
+        return timer  # type: ignore[no-any-return]
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -194,7 +194,7 @@ def test_report_keys_are_frozen(fake_run: FakeRuns) -> None:
     assert sorted(build_report(fake_run(2, 1))) == [
         "advice", "balanced_generators", "bubbles", "checkpoint", "conservation", "counts", "error", "evaluations",
         "median_step_s", "notes", "num_segments", "num_steps", "outcome", "overlap_ratio", "reward", "run", "schema",
-        "staleness", "steps", "steps_per_minute", "timeline", "wall_s", "weight_sync", "workers",
+        "staleness", "steps", "steps_per_minute", "tag", "timeline", "wall_s", "weight_sync", "workers",
     ]  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """On-policy runs are bit-identical under every schedule and after a resume at any step, on real processes.
 
-The three processes are started once. Each run begins from version 0 (or a checkpoint) by ``restore``, which forgets
+The processes are started once. Each run begins from version 0 (or a checkpoint) by ``restore``, which forgets
 everything that the processes did before; what is compared is a checkpoint: weights, optimizer state, moving average.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from digen import Pool, ProcessWorker, Scheduler, StepReport
+from digen import MicroBatch, Pool, ProcessWorker, Rollout, Scheduler, StepReport
 from digen.checkpoint import Checkpoints
 from digen.events import AnyEvent, EventLog, StepCommitted, TaskFinished, WorkerJoined, read_events
 from digen.runner import prepare
 from digen.sched import check
+from digen.sched.tag import Bubble, Decision, Policy
 from tests.run.harness import Site, tensors_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,6 +56,36 @@ class Trained:
         return sum(values["tag/context_switch_s"] for values in steps)
 
 
+class Held:
+    """A generator that holds back the third micro-batch of a step until the trainer has assisted in that step."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._assisted: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    async def generate(self, micro_batch: MicroBatch) -> Rollout:
+        if micro_batch.index == 2:
+            await self._assisted[micro_batch.step].wait()
+        rollout: Rollout = await self._handle.generate(micro_batch)
+        return rollout
+
+    def note(self, event: AnyEvent) -> None:
+        if isinstance(event, TaskFinished) and event.kind == "assist":
+            self._assisted[event.step].set()
+
+
+def after_an_update() -> Policy:
+    """Assist once in every step, in the first bubble after its first update."""
+
+    def decide(bubble: Bubble) -> Decision:
+        return Decision(bubble.num_updated > 0 and bubble.num_assists == 0, "forced")
+
+    return Policy("after an update", decide)
+
+
 Train = Callable[..., Coroutine[Any, Any, Trained]]
 
 
@@ -62,15 +94,21 @@ async def train(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Train
     """Run a schedule on the shared processes; returns what came of it."""
     home = tmp_path_factory.mktemp("schedules")
     config = Site(home).config()
-    targets = {"trainer": "TrainerTarget", "gen0": "GeneratorTarget", "gen1": "GeneratorTarget"}
+    parking = Site(home).config(workers__offload=True)
+    targets = {
+        "trainer": ("TrainerTarget", config),
+        "parking": ("TrainerTarget", parking),
+        "gen0": ("GeneratorTarget", config),
+        "gen1": ("GeneratorTarget", config),
+    }
     workers = [
         ProcessWorker(
             name,
             f"digen.diffusion.roles:{target}",
-            kwargs={"config": config.model_dump(mode="json")},
+            kwargs={"config": settings.model_dump(mode="json")},
             log_dir=home / "logs",
         )
-        for name, target in targets.items()
+        for name, (target, settings) in targets.items()
     ]
     async with Pool(workers) as pool:
         origin = home / "origin"
@@ -84,6 +122,9 @@ async def train(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Train
             start: Path | None = None,
             drain_in: int | None = None,
             micro_batch_size: int = 2,
+            trainer_name: str = "trainer",
+            policy: Policy | None = None,
+            hold: bool = False,
             **schedule: Any,
         ) -> Trained:
             nonlocal num_runs
@@ -91,7 +132,8 @@ async def train(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Train
             folder = home / f"run{num_runs}"
             values = {f"schedule.{name}": value for name, value in schedule.items()}
             run = prepare(Site(home).config(plan__micro_batch_size=micro_batch_size, **values))
-            trainer = pool["trainer"]
+            trainer, first = pool[trainer_name], pool["gen0"]
+            held = Held(first)
             start_step = await trainer.restore(str(start or origin))
             checkpoints = Checkpoints(
                 folder / "checkpoints", every=1, keep=10, plan_digest=run.plan.digest, family="digits"
@@ -105,10 +147,11 @@ async def train(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Train
 
                 async with Scheduler(
                     run.plan,
-                    generators=[pool[f"gen{number}"] for number in range(generators)],
+                    generators=[held if hold else first, *(pool[f"gen{n}"] for n in range(1, generators))],
                     trainer=trainer,
                     config=run.config.schedule,
-                    sinks=[log],
+                    policy=policy,
+                    sinks=[log, held.note],
                     checkpointer=checkpoints,
                     start_step=start_step,
                     on_commit=note,
@@ -173,6 +216,18 @@ async def test_every_schedule_gives_the_same_bits(train: Train, plain: Trained, 
     if schedule.get("tag", "threshold") != "threshold":
         assert trained.generators["trainer"] == len(trained.tasks("assist")) >= 1
         assert trained.switch_s > 0
+
+
+@pytest.mark.parametrize("trainer", ["trainer", "parking"])
+async def test_an_assist_between_updates_preserves_the_gradient(train: Train, plain: Trained, trainer: str) -> None:
+    """With half of the gradient accumulated, in the same process; ``parking`` offloads gradient and optimizer state."""
+    trained = await train(mode="tag", policy=after_an_update(), hold=True, trainer_name=trainer)
+    tasks = [event for event in trained.events if isinstance(event, TaskFinished) and event.worker == trainer]
+    for step in range(4):
+        of_step = [task.kind for task in tasks if task.step == step and task.kind not in {"publish", "checkpoint"}]
+        assert of_step == [*["update"] * 2, "switch", "assist", "switch", *["update"] * 4, "commit"]
+    for version in (1, 4):
+        assert trained.tensors(version) == plain.tensors(version)
 
 
 async def test_the_batch_axis_is_as_good_with_the_same_micro_batches(train: Train, plain: Trained) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 
 import anyio
 import pytest
@@ -134,6 +135,24 @@ def test_a_thread_may_still_wake_it() -> None:
     assert run_virtual(main()) == 3
 
 
+def test_a_socket_may_wake_it_and_a_deadlock_is_found_after_that() -> None:
+    async def main(ours: socket.socket, theirs: socket.socket) -> bytes:
+        await asyncio.sleep(1)
+        theirs.send(b"late")
+        return await asyncio.get_running_loop().sock_recv(ours, 10)
+
+    async def stuck() -> None:
+        await asyncio.to_thread(sum, [1, 2])
+        await asyncio.get_running_loop().create_future()
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        assert run_virtual(main(ours, theirs)) == b"late"
+    with pytest.raises(Deadlock):
+        run_virtual(stuck())
+
+
 def test_the_result_and_the_error_of_main_come_through() -> None:
     async def broken() -> None:
         await asyncio.sleep(1)
@@ -152,6 +171,6 @@ def test_many_cancelled_timers_are_swept() -> None:
             loop.call_later(500, lambda: None).cancel()
         await asyncio.sleep(1)
         keep.cancel()
-        return len(loop._scheduled)  # type: ignore[attr-defined]
+        return len(loop._scheduled)
 
     assert run_virtual(main()) < 10

@@ -35,7 +35,7 @@ def stream(simulate: Callable[..., Any]) -> Stream:
         num_steps=3,
         generators=[{"generate": 10, "score": 1, "load": 2}, {"generate": 13, "score": 1, "load": 2}],
         trainer={"generate": 11, "update": 9, "commit": 1, "publish": 1},
-        config={"mode": "tcss"},
+        config={"mode": "tcss", "tag": "greedy"},
     )
     assert check(run.events).steps_committed == [0, 1, 2]
     return list(run.events)
@@ -367,7 +367,7 @@ def broken(simulate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cal
     """Run, replace parts of the scheduler, run again, and expect a rule to be broken."""
 
     def run(*replacements: tuple[Any, str, Any], rule: str, **options: Any) -> None:
-        options.setdefault("config", {"mode": "tcss", "stale_fraction": 0.25})
+        options.setdefault("config", {"mode": "tcss", "tag": "greedy", "stale_fraction": 0.25})
         options.setdefault("generators", [{"generate": 10, "score": 1, "load": 2}, {"generate": 3, "load": 5}])
         options.setdefault("trainer", {"generate": 11, "update": 9, "commit": 1, "publish": 1})
         simulate(num_steps=4, **options)

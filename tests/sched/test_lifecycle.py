@@ -54,7 +54,12 @@ from digen.workers.clock import run_virtual
 
 GENERATORS: list[dict[str, Any]] = [{"generate": 10, "score": 1, "load": 2}, {"generate": 7, "score": 2, "load": 3}]
 TRAINER: dict[str, Any] = {"generate": 11, "update": 4, "commit": 1, "publish": 1, "switch_in": 1, "switch_out": 1}
-BUSY: dict[str, Any] = {"num_steps": 3, "generators": GENERATORS, "trainer": TRAINER, "config": {"mode": "tcss"}}
+BUSY: dict[str, Any] = {
+    "num_steps": 3,
+    "generators": GENERATORS,
+    "trainer": TRAINER,
+    "config": {"mode": "tcss", "tag": "greedy"},
+}
 SYNCS = ["hold", "pull"]
 
 
@@ -104,7 +109,7 @@ def test_a_failing_handle_ends_the_run_with_its_own_error_as_cause(
         generators=[bad, *GENERATORS[1:]] if role == "generator" else GENERATORS,
         trainer=bad if role == "trainer" else TRAINER,
         scorers=[bad] if role == "scorer" else [],
-        config={"mode": "tcss", "sync": sync},
+        config={"mode": "tcss", "tag": "greedy", "sync": sync},
         catch=StepFailed,
     )
     assert run.error.__cause__ is error
@@ -340,10 +345,10 @@ def test_a_sink_may_stop_in_the_middle_of_a_dispatch(simulate: Callable[..., Any
 
 @pytest.mark.parametrize("sync", SYNCS)
 def test_cancellation_after_any_event_leaves_nothing(simulate: Callable[..., Any], sync: str) -> None:
-    num_events = len(simulate(**{**BUSY, "config": {"mode": "tcss", "sync": sync}}).events)
+    num_events = len(simulate(**{**BUSY, "config": {"mode": "tcss", "tag": "greedy", "sync": sync}}).events)
     for number in range(0, num_events - 1, 3):
         run = simulate(
-            **{**BUSY, "config": {"mode": "tcss", "sync": sync}},
+            **{**BUSY, "config": {"mode": "tcss", "tag": "greedy", "sync": sync}},
             **cancelled_after(number),
             catch=asyncio.CancelledError,
         )
@@ -469,7 +474,9 @@ class Checkpoints:
         return f"step-{version}"
 
 
-@pytest.mark.parametrize("config", [{"mode": "tag"}, *({"mode": "tcss", "sync": sync} for sync in SYNCS)])
+@pytest.mark.parametrize(
+    "config", [{"mode": "tag"}, *({"mode": "tcss", "tag": "greedy", "sync": sync} for sync in SYNCS)]
+)
 def test_drain_after_any_event_finishes_the_step_that_has_begun(
     simulate: Callable[..., Any], config: dict[str, Any]
 ) -> None:
@@ -562,7 +569,7 @@ def test_checkpoints_are_taken_between_a_commit_and_the_next_update(simulate: Ca
         num_steps=5,
         generators=GENERATORS,
         trainer=TRAINER,
-        config={"mode": "tcss", "sync": sync},
+        config={"mode": "tcss", "tag": "greedy", "sync": sync},
         checkpointer=checkpoints,
     )
     assert checkpoints.saved == [2, 4, 5]
@@ -681,7 +688,7 @@ def test_an_added_generator_loads_the_weights_first(simulate: Callable[..., Any]
                 await scheduler.add_generator(SimWorker("new", {"generate": 1, "load": 1}))
                 return
 
-    run = simulate(num_steps=5, generators=[{"generate": 10}], body=body, config={"mode": "tcss"})
+    run = simulate(num_steps=5, generators=[{"generate": 10}], body=body, config={"mode": "tcss", "tag": "greedy"})
     tasks = [event for event in run.of(TaskStarted) if event.worker == "new"]
     assert tasks[0].kind == "load"
     assert tasks[0].version == 2
@@ -899,7 +906,7 @@ def test_payloads_are_released_to_their_owner_at_the_commit(simulate: Callable[.
             assert all(step > report.index for owner in owners for step, _ in owner.lent.values())
 
     owners = [Owner("g0"), Owner("g1")]
-    simulate(num_steps=3, generators=owners, config={"mode": "tcss"}, body=body)
+    simulate(num_steps=3, generators=owners, config={"mode": "tcss", "tag": "greedy"}, body=body)
     assert [owner.lent for owner in owners] == [{}, {}]
 
 

@@ -51,7 +51,7 @@ def test_a_task_that_runs_across_the_commit_counts_on_both_sides_of_it(simulate:
         num_steps=2,
         generators=[{"generate": 10, "load": 2}],
         trainer={"generate": 10, "update": 4, "commit": 1, "publish": 1},
-        config={"mode": "tcss", "sync": "hold"},
+        config={"mode": "tcss", "tag": "greedy", "sync": "hold"},
     )
     # g0 generates without a pause from 0 to 40, across the commit at 37; then load 40-42, 42-52; next commit at 69.
     first, second = (report.metrics() for report in run.reports)
@@ -70,7 +70,7 @@ def test_bubbles_are_what_the_events_say(simulate: Callable[..., Any], load_s: f
         num_micro_batches=6,
         generators=[{"generate": 7, "score": 1, "load": 2}, {"generate": 5, "score": 3, "load": load_s}],
         trainer={"generate": 9, "update": 3, "commit": 2, "publish": 1, "switch_in": 1},
-        config={"mode": "tcss"},
+        config={"mode": "tcss", "tag": "greedy"},
     )
     roles = {"g0": "generator", "g1": "generator", "trainer": "trainer"}
     start = 0.0

@@ -78,6 +78,12 @@ def test_a_misspelt_duration_is_refused() -> None:
         SimWorker("w", {"generat": 1})
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+def test_a_duration_that_makes_no_sense_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=f"SimWorker 'w': update must be finite and not negative, got {seconds}"):
+        SimWorker("w", {"generate": 1, "update": seconds})
+
+
 def test_durations_may_depend_on_step_and_micro_batch(simulate: Callable[..., Any]) -> None:
     run = simulate(num_micro_batches=3, generators=[{"generate": lambda step, index: index + 1}])
     assert run.schedule("g0") == ["generate 0/0 0-1", "generate 0/1 1-3", "generate 0/2 3-6"]

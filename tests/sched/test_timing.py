@@ -220,7 +220,7 @@ FIRST_STEP = [
 
 
 def test_figure_8a_on_policy_the_generator_waits_out_the_tail(tail: Callable[..., Any]) -> None:
-    run = tail(config={"mode": "tag", "sync": "hold"})
+    run = tail(config={"mode": "tag", "tag": "greedy", "sync": "hold"})
     assert run.schedule("g0") == [
         "generate 0/0 0-10",
         "generate 0/2 10-20",
@@ -246,7 +246,7 @@ def test_figure_8a_on_policy_the_generator_waits_out_the_tail(tail: Callable[...
 
 
 def test_figure_8b_tcss_fills_the_tail_with_stale_work(tail: Callable[..., Any]) -> None:
-    run = tail(config={"mode": "tcss", "stale_fraction": 0.25, "sync": "hold"})
+    run = tail(config={"mode": "tcss", "tag": "greedy", "stale_fraction": 0.25, "sync": "hold"})
     assert run.schedule("g0") == [
         "generate 0/0 0-10",
         "generate 0/2 10-20",
@@ -270,7 +270,9 @@ def test_figure_8b_tcss_fills_the_tail_with_stale_work(tail: Callable[..., Any])
 
 
 def test_hold_waits_for_a_stale_trajectory_and_pull_does_not(tail: Callable[..., Any]) -> None:
-    hold, pull = (tail(config={"mode": "tcss", "stale_fraction": 0.5, "sync": sync}) for sync in ("hold", "pull"))
+    hold, pull = (
+        tail(config={"mode": "tcss", "tag": "greedy", "stale_fraction": 0.5, "sync": sync}) for sync in ("hold", "pull")
+    )
     generated = ["generate 0/0 0-10", "generate 0/2 10-20", "generate 1/0 20-30", "generate 1/1 30-40"]
     assert hold.schedule("g0") == [*generated, "load 0 40-42", "generate 1/2 42-52", "load 1 70-72"]
     assert pull.schedule("g0") == [*generated, "load 0 40-42", "generate 1/2 42-52", "load 1 66-68"]
