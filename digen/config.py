@@ -751,6 +751,8 @@ def _annotation(location: list[str]) -> Any:
         else:
             field = getattr(found, "model_fields", {}).get(part)
             found = field.annotation if field is not None else None
+            models = [kind for kind in typing.get_args(found) if hasattr(kind, "model_fields")]
+            found = models[0] if models and not _is_mapping(found) and typing.get_origin(found) is not tuple else found
     return found
 
 

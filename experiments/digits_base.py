@@ -35,7 +35,7 @@ def train(steps: int, seed: int) -> tuple[Any, torch.Tensor, float]:
     digits = load_digits()
     pixels = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None]
     labels = torch.tensor(digits.target)
-    transformer: Any = SD3Transformer2DModel(  # type: ignore[no-untyped-call]  # diffusers has no types
+    transformer: Any = SD3Transformer2DModel(  # diffusers has no types
         sample_size=8,
         patch_size=2,
         in_channels=1,
@@ -76,7 +76,7 @@ def save(output: Path, transformer: Any, embedding: torch.Tensor) -> None:
     for name in ("transformer", "scheduler", "prompt_encoder"):
         shutil.rmtree(output / name, ignore_errors=True)
     transformer.save_pretrained(output / "transformer")
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # type: ignore[no-untyped-call]  # as above
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # as above
     scheduler.save_pretrained(output / "scheduler")
     encoder = output / "prompt_encoder"
     encoder.mkdir(parents=True)

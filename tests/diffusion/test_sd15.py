@@ -104,12 +104,13 @@ def test_old_folders_are_corrected_as_the_pipeline_does(tiny_variant: Callable[.
 
 def test_no_safety_checker_blackens_samples(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "safety_checker").mkdir()
-    (tmp_path / "feature_extractor").mkdir()
+    for component in ("safety_checker", "feature_extractor", "image_encoder"):
+        (tmp_path / component).mkdir()
     index = tmp_path / "model_index.json"
     values = {
         "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
         "feature_extractor": ["transformers", "CLIPImageProcessor"],
+        "image_encoder": ["transformers", "CLIPVisionModelWithProjection"],
         "requires_safety_checker": True,
     }
     index.write_text(json.dumps(json.loads(index.read_text()) | values))

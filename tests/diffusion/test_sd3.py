@@ -95,8 +95,11 @@ def test_the_negative_prompt_is_encoded_once(folder: Path, monkeypatch: pytest.M
         return encode_texts(texts)
 
     monkeypatch.setattr(family, "encode_texts", recorded)
+    forwards: list[None] = []
+    family.pipe.text_encoder_3.register_forward_hook(lambda *_: forwards.append(None))
     rows = [family.encode([Prompt(text)]) for text in TEXTS]
     assert encoded == [TEXTS[0], "ugly", TEXTS[1]]
+    assert len(forwards) == 3
     for name, tensor in family.encode_texts(["ugly"]).items():
         assert all(torch.equal(row["negative." + name], tensor) for row in rows)
 
@@ -141,7 +144,10 @@ def test_adapters_reach_image_and_text(folder: Path) -> None:
         ({"width": 30}, r"sampling\.width is 30, but StableDiffusion3 needs a multiple of 8: 24 or 32"),
         ({"height": 104}, r"sampling\.height is 104, but the model has positions for 96 pixels only"),
         ({"width": 104}, r"sampling\.width is 104, but the model has positions for 96 pixels only"),
-        ({"max_prompt_tokens": 513}, r"sampling\.max_prompt_tokens is 513, but StableDiffusion3Pipeline takes at most"),
+        (
+            {"max_prompt_tokens": 513},
+            r"sampling\.max_prompt_tokens is 513, but StableDiffusion3Pipeline takes at most 512",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(folder: Path, sampling: dict[str, Any], message: str) -> None:

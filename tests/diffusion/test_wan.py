@@ -194,12 +194,13 @@ def test_two_transformers_are_refused(folder: Path, tmp_path: Path) -> None:
         wan(two)
 
 
-def test_image_to_video_is_refused(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["wan", "digen.diffusion.families.wan:Wan"])
+def test_image_to_video_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    """Of a class that is no built-in family, only the worker can tell."""
     other = _with_index(folder, tmp_path, _class_name="WanImageToVideoPipeline")
-    with pytest.raises(
-        ConfigError, match=r"is a WanImageToVideoPipeline, but .* needs a WanPipeline; .*image to video"
-    ):
-        wan(other)
+    message = r"is a WanImageToVideoPipeline, but .* needs a WanPipeline; .*image to video"
+    with pytest.raises(ConfigError, match=message):
+        load(name, other, SIZE)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ _NO_SAFETY_CHECKER = {
     "image_encoder": None,
     "requires_safety_checker": False,
 }
-_FORCED = {"clip_sample": False, "steps_offset": 1}
-"""The pipeline corrects schedulers of old folders to these."""
 _DDIM = {
     "prediction_type": "epsilon",
     "timestep_spacing": "leading",
@@ -64,7 +62,9 @@ class StableDiffusion15(PipelineFamily):
             self.latent_size("height", height, factor),
             self.latent_size("width", width, factor),
         )
-        self._scheduler = diffusers.DDIMScheduler.from_config(self.component_config("scheduler"), **_FORCED)
+        config = self.component_config("scheduler")
+        # Old folders lack the offset; the pipeline corrects them too.
+        self._scheduler = diffusers.DDIMScheduler.from_config(config, steps_offset=1)
         self.check_options(self._scheduler.config, _DDIM)
 
     def schedule(self, num_steps: int) -> Schedule:
