@@ -222,6 +222,8 @@ def _facts(prepared: Prepared) -> list[str]:
         + (", a barrier between stages" if schedule.resolved_barrier else "")
     )
     pools = f"{generators} generator{'s' * (generators > 1)}, 1 trainer" if generators else "1, which does every stage"
+    scorers = config.workers.scorers
+    pools += f", {scorers} scorer{'s' * (scorers > 1)}" if scorers else ""
     facts.append(f"workers: {pools}")
     times = (
         ("at the start", evaluation.at_start),

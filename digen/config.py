@@ -384,6 +384,8 @@ class WorkersSection(_Model):
 
     generators: Annotated[int, Field(ge=0)] | None = None
     """Generator processes. Default: 1; mode colocated has none, its one worker does every stage."""
+    scorers: Annotated[int, Field(ge=0)] = 0
+    """Processes that only decode and score. Default: generators score; with a slow or remote reward they would wait."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
     colocated_threads: Annotated[int, Field(ge=1)] | None = None

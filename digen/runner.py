@@ -184,7 +184,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
         if progress:
-            count = config.num_generators + 1
+            count = config.num_generators + config.workers.scorers + 1
             print(f"starting {count} worker{'s' * (count > 1)}, logs in {folder / 'logs'}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
@@ -235,7 +235,8 @@ async def _train(
         scheduler = Scheduler(
             plan,
             name=config.run.name,
-            generators=[pool[name] for name in _generator_names(config)],
+            generators=[pool[name] for name in _names("gen", config.num_generators)],
+            scorers=[pool[name] for name in _names("scorer", config.workers.scorers)],
             trainer=trainer,
             config=config.schedule,
             advantage=config.algorithm.advantage,
@@ -255,14 +256,15 @@ async def _train(
     return tuple(steps), scheduler.outcome
 
 
-def _generator_names(config: RunConfig) -> list[str]:
-    return [f"gen{number}" for number in range(config.num_generators)]
+def _names(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
 
 
 def _workers(config: RunConfig) -> list[ProcessWorker]:
     gpus, folder = config.workers.gpus, config.folder.resolve()
     targets = {"trainer": f"{ROLES}:{'ColocatedTarget' if config.num_generators == 0 else 'TrainerTarget'}"}
-    targets |= dict.fromkeys(_generator_names(config), f"{ROLES}:GeneratorTarget")
+    targets |= dict.fromkeys(_names("gen", config.num_generators), f"{ROLES}:GeneratorTarget")
+    targets |= dict.fromkeys(_names("scorer", config.workers.scorers), f"{ROLES}:ScorerTarget")
     unknown = sorted(set(gpus) - set(targets))
     if unknown:
         raise ConfigError(f"workers.gpus names {', '.join(unknown)}; the workers are {', '.join(sorted(targets))}")

@@ -58,7 +58,7 @@ from digen.types import (
 
 
 def build_family(config: RunConfig, parts: frozenset[Part], *, keep_reference: bool = False) -> Family:
-    """Load the family and model of a config in evaluation mode, with ``parts`` beside the denoiser.
+    """Load the family of a config in evaluation mode: those ``parts`` of its model that are needed.
 
     With ``keep_reference`` it can also be what it was before training: :meth:`Family.reference`.
 
@@ -72,22 +72,36 @@ def build_family(config: RunConfig, parts: frozenset[Part], *, keep_reference: b
     return family
 
 
-class _Policy:
-    """A loaded family that draws trajectories."""
+class _Host:
+    """A loaded family."""
 
-    parts: ClassVar[frozenset[Part]] = frozenset({"encode", "decode"})
-    """What it loads beside the denoiser."""
-    trains: ClassVar[bool] = False
+    parts: ClassVar[frozenset[Part]] = frozenset({"denoise", "encode", "decode"})
+    """What it loads of the model."""
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         self._config = RunConfig.model_validate(config)
         self._folder = Path(folder) if folder is not None else None
-        self._algorithm = build_algorithm(self._config)
-        reference = self.trains and self._algorithm.needs_reference
-        self._family = build_family(self._config, self.parts, keep_reference=reference)
+        self._family = self._load()
+
+    def _load(self) -> Family:
+        return build_family(self._config, self.parts)
+
+
+class _Policy(_Host):
+    """A family that draws trajectories."""
+
+    trains: ClassVar[bool] = False
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
         self._schedule = self._family.schedule(self._config.sampling.num_inference_steps)
         self._algorithm.check_schedule(self._schedule)
         self._encode = lru_cache(maxsize=256)(self._encode_one)
+
+    def _load(self) -> Family:
+        self._algorithm = build_algorithm(self._config)
+        reference = self.trains and self._algorithm.needs_reference
+        return build_family(self._config, self.parts, keep_reference=reference)
 
     @property
     def version(self) -> int:
@@ -143,23 +157,12 @@ class _Policy:
             return self._family.encode([msgspec.json.decode(key, type=Prompt)])
 
 
-class _Scorer(_Policy):
-    """A policy's host that also encodes and scores: the paper's colocated reward."""
-
-    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
-        super().__init__(config, folder)
-        self._reward = Reward(self._config.reward)
+class _Rewarding(_Host):
+    """A host that decodes and scores."""
 
     @cached_property
-    def _judge(self) -> RewardFunction | None:
-        target = families.lookup(self._config.model.family).judge
-        return build_callable(target, {}) if target is not None else None
-
-    def encode(self, prompts: Sequence[Prompt]) -> Encoded:
-        """Encode the prompts of a step, for every worker that generates for it."""
-        rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
-        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        return Encoded(tuple(prompts), Payload(conditioning_arrays(tensors)))
+    def _reward(self) -> Reward:
+        return Reward(self._config.reward)
 
     def score(self, rollout: Rollout) -> Scored:
         """Decode the last latents and reward them; every ``observe.preview_every`` steps also draw a picture.
@@ -189,6 +192,55 @@ class _Scorer(_Policy):
             stats={"decode_s": decoded - began, "reward_s": rewarded - decoded, "preview_s": perf_counter() - rewarded},
         )
 
+    def _preview(self, folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
+        micro_batch = rollout.micro_batch
+        seeds = micro_batch.seeds(INITIAL_NOISE)
+        sections, row = [], 0
+        for piece in micro_batch.slices:
+            rows = slice(row, row + piece.count)
+            row += piece.count
+            header = (
+                f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
+                f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
+            )
+            sections.append(Section(header, cells_of(images[rows]), [f"{value:.3f}" for value in rewards[rows]]))
+        path = folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png"
+        section = self._config.evaluation
+        write_grid(path, sections, video=section.video, frames_per_second=section.frames_per_second)
+
+
+class ScorerTarget(_Rewarding):
+    """A scorer: decodes and rewards, so that no generator waits for a slow or a remote reward. Loads no denoiser.
+
+    Args and errors: as :class:`GeneratorTarget`.
+    """
+
+    parts = frozenset({"decode"})
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        _ = self._reward  # what is wrong with it shows before the run
+
+
+class _Scorer(_Rewarding, _Policy):
+    """A policy's host that also encodes and scores: the paper's colocated reward."""
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        if not self._config.workers.scorers:
+            _ = self._reward  # what is wrong with it shows before the run; beside scorers only evaluation needs it
+
+    @cached_property
+    def _judge(self) -> RewardFunction | None:
+        target = families.lookup(self._config.model.family).judge
+        return build_callable(target, {}) if target is not None else None
+
+    def encode(self, prompts: Sequence[Prompt]) -> Encoded:
+        """Encode the prompts of a step, for every worker that generates for it."""
+        rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
+        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return Encoded(tuple(prompts), Payload(conditioning_arrays(tensors)))
+
     def evaluate(self, request: EvaluationRequest) -> EvaluationReport:
         """ODE samples of the weights held now; see :func:`digen.diffusion.evaluate.evaluate`."""
         section, plan = self._config.evaluation, self._config.plan
@@ -205,22 +257,6 @@ class _Scorer(_Policy):
                 judge=self._judge,
                 section=section,
             )
-
-    def _preview(self, folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
-        micro_batch = rollout.micro_batch
-        seeds = micro_batch.seeds(INITIAL_NOISE)
-        sections, row = [], 0
-        for piece in micro_batch.slices:
-            rows = slice(row, row + piece.count)
-            row += piece.count
-            header = (
-                f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
-                f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
-            )
-            sections.append(Section(header, cells_of(images[rows]), [f"{value:.3f}" for value in rewards[rows]]))
-        path = folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png"
-        section = self._config.evaluation
-        write_grid(path, sections, video=section.video, frames_per_second=section.frames_per_second)
 
 
 class GeneratorTarget(_Scorer):
@@ -285,7 +321,7 @@ class TrainerTarget(_Policy):
     Args and errors: as :class:`GeneratorTarget`.
     """
 
-    parts = frozenset()
+    parts = frozenset({"denoise"})
     trains = True
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
@@ -342,4 +378,4 @@ class TrainerTarget(_Policy):
 class ColocatedTarget(_Scorer, TrainerTarget):
     """Every stage in one process: a trainer that also encodes, scores and evaluates."""
 
-    parts = frozenset({"encode", "decode"})
+    parts = frozenset({"denoise", "encode", "decode"})

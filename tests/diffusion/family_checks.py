@@ -47,7 +47,7 @@ def load(
     name: str,
     where: Path | str,
     sampling: Mapping[str, Any],
-    parts: frozenset[Part] = frozenset({"encode", "decode"}),
+    parts: frozenset[Part] = frozenset({"denoise", "encode", "decode"}),
     **options: Any,
 ) -> Any:
     """The family ``name`` of a folder; ``options`` are fields of ``model``."""

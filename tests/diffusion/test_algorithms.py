@@ -21,7 +21,7 @@ from digen.diffusion.algorithms.diffusion_nft import old_policy_decay
 from digen.diffusion.families.base import Schedule
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.update import Learner
-from digen.errors import CheckpointError, ConfigError, InvariantViolation
+from digen.errors import CheckpointError, ConfigError, InvariantViolation, NumericsError
 from digen.plan import Plan
 from digen.types import GroupSlice, MicroBatch, Prompt, derive_seed
 from tests.diffusion.conftest import Toy
@@ -313,6 +313,22 @@ class TestGradients:
                 total = total - torch.sigmoid(-15.0 * (gained[0] - gained[1])).log()
         case.expect(total)
         assert case.report.num_terms == 2 * 3
+
+
+@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo"])
+def test_old_means_are_recomputed_with_the_log_probs(config: Config, name: str) -> None:
+    settings = _settings(config, name, algorithm__old_logprobs="recompute")
+    model = Toy(torch.float64)
+    chains = _draw(model, settings, _groups())
+    assert chains.log_probs is not None
+    assert chains.means is not None
+    chains.log_probs.add_(1e-3)
+    chains.means.add_(0.1)
+    metrics = Learner(model, settings).update(_groups(), 0, chains, ADVANTAGES).metrics
+    assert metrics["ratio/floor"] > 1e-4
+    assert metrics["ratio/mean"] == metrics["ratio/max"] == 1.0
+    with pytest.raises(NumericsError, match=r"algorithm\.(clip_range|options\.kl_threshold)"):
+        Learner(model, _settings(config, name, schedule__window=2)).update(_groups(), 0, chains, ADVANTAGES)
 
 
 @pytest.mark.parametrize("forward_batch", [None, 2, 4])

@@ -14,6 +14,7 @@ import torch
 
 from digen.config import LoraSection, ModelSection, SamplingSection, load_config
 from digen.diffusion.families import lookup
+from digen.diffusion.families.base import Conditioning
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
 from digen.diffusion.trajectories import conditioning_arrays
 from digen.errors import ConfigError
@@ -23,7 +24,7 @@ from tests.diffusion.tiny import TINY
 PROMPTS = (Prompt("a red square"), Prompt("the sea at night"))
 LORA = LoraSection(rank=4, alpha=8)
 Folder = Callable[[str], Path]
-EVERYTHING = frozenset({"encode", "decode"})
+EVERYTHING = frozenset({"denoise", "encode", "decode"})
 
 
 @pytest.fixture(params=sorted(TINY))
@@ -66,8 +67,16 @@ def times_of(family: Any, rows: int = 2) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prediction_of(family: Any) -> torch.Tensor:
-    prediction: torch.Tensor = family.predict(latents_of(family), times_of(family), family.encode(PROMPTS))
+def shipped(family: Any) -> Conditioning:
+    """The prompts as they arrive at a worker that has no encoders."""
+    arrays = conditioning_arrays(family.encode(PROMPTS))
+    return {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
+
+
+@torch.no_grad()
+def prediction_of(family: Any, conditioning: Conditioning | None = None) -> torch.Tensor:
+    given = family.encode(PROMPTS) if conditioning is None else conditioning
+    prediction: torch.Tensor = family.predict(latents_of(family), times_of(family), given)
     return prediction
 
 
@@ -133,14 +142,11 @@ def test_adapter_targets_that_match_nothing_are_refused(name: str, tiny_model: F
 
 
 def test_a_trainer_has_neither_encoders_nor_vae(name: str, whole: Any, tiny_model: Folder) -> None:
-    trainer = load(name, tiny_model(name), parts=frozenset())
+    trainer = load(name, tiny_model(name), parts=frozenset({"denoise"}))
     assert trainer.pipe is None
     assert trainer.latent_shape == whole.latent_shape
     assert torch.equal(trainer.schedule(5).levels, whole.schedule(5).levels)
-    with torch.no_grad():
-        arrays = conditioning_arrays(whole.encode(PROMPTS))
-        shipped = {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
-        assert torch.equal(trainer.predict(latents_of(trainer), times_of(trainer), shipped), prediction_of(whole))
+    assert torch.equal(prediction_of(trainer, shipped(whole)), prediction_of(whole))
     with pytest.raises(ConfigError, match="loaded without what it needs to encode"):
         trainer.encode(PROMPTS)
     with pytest.raises(ConfigError, match="loaded without what it needs to decode"):
@@ -174,6 +180,7 @@ def test_half_precision(name: str, whole: Any, tiny_model: Folder) -> None:
     family = load(name, tiny_model(name), dtype="bfloat16")
     prediction, expected = prediction_of(family), prediction_of(whole)
     assert prediction.dtype == family.dtype == torch.bfloat16
+    assert torch.equal(prediction_of(family, shipped(family)), prediction)
     assert float(torch.stack([prediction.float().flatten(), expected.flatten()]).corrcoef()[0, 1]) > 0.8
     images = family.decode(latents_of(family))
     assert images.dtype == np.float32

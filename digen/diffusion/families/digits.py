@@ -38,8 +38,8 @@ class Digits(PipelineFamily):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        size = self.network.config.sample_size
-        self.latent_shape = (int(self.network.config.in_channels), int(size), int(size))
+        network = self.component_config("transformer")
+        self.latent_shape = (int(network["in_channels"]), int(network["sample_size"]), int(network["sample_size"]))
         shift = self.sampling.shift
         self._shift = float(self.component_config("scheduler")["shift"] if shift is None else shift)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from digen.diffusion.families.base import Conditioning, Images, Schedule, align,
 from digen.errors import ConfigError
 from digen.types import Prompt, derive_seed
 
-Part = Literal["encode", "decode"]
+Part = Literal["denoise", "encode", "decode"]
 """What a worker needs of a model beside the denoiser. A trainer needs neither."""
 
 NEGATIVE = "negative."
@@ -91,7 +91,7 @@ class PipelineFamily:
         *,
         model: ModelSection,
         sampling: SamplingSection,
-        parts: frozenset[Part] = frozenset({"encode", "decode"}),
+        parts: frozenset[Part] = frozenset({"denoise", "encode", "decode"}),
         keep_reference: bool = False,
     ) -> None:
         self.folder = source(model)
@@ -107,17 +107,19 @@ class PipelineFamily:
             raise ConfigError(
                 f"model {self.folder} cannot be loaded as family {model.family}: a component's config lacks {error}"
             ) from error
-        self.network = self._load_denoiser(model)
-        """The denoiser, in evaluation mode."""
+        self._parts = parts
+        self._dtype: torch.dtype = getattr(torch, model.dtype)
+        self._device = torch.device(model.device)
+        self.network: Any = self._load_denoiser(model) if "denoise" in parts else None
+        """The denoiser, in evaluation mode; ``None`` if ``parts`` does not ask for it."""
         self._reference: torch.nn.Module | None = None
         self._lora = model.lora
-        if model.lora is not None:
+        if self.network is not None and model.lora is not None:
             self._add_adapter(model.lora)
-        elif keep_reference:
+        elif self.network is not None and keep_reference:
             self._reference = copy.deepcopy(self.network)  # kernels, and so last bits, depend on requires_grad
-        self.pipe: Any = self._load_pipeline(model, parts) if parts else None
+        self.pipe: Any = self._load_pipeline(model, parts) if parts - {"denoise"} else None
         """The pipeline without its denoiser, with the components that ``parts`` asks for, if any."""
-        self._parts = parts
 
     # What a family writes
 
@@ -173,12 +175,12 @@ class PipelineFamily:
     @property
     def dtype(self) -> torch.dtype:
         """Precision of weights and forward."""
-        return cast("torch.dtype", self.network.dtype)
+        return self._dtype if self.network is None else self.network.dtype  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return cast("torch.device", self.network.device)
+        return self._device if self.network is None else self.network.device  # type: ignore[no-any-return]
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The adapter's parameters, or all of the denoiser's."""
@@ -214,6 +216,7 @@ class PipelineFamily:
 
     def predict(self, latents: Tensor, times: Tensor, conditioning: Conditioning) -> Tensor:
         """The denoiser's prediction in its own precision, guidance included."""
+        self._need("denoise")
         latents = latents.to(self.dtype)
         conditioning = {name: self._cast(tensor) for name, tensor in conditioning.items()}
         own = {name: tensor for name, tensor in conditioning.items() if not name.startswith(NEGATIVE)}
