@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(train)
     train.add_argument("--resume", metavar="latest|PATH", help="continue the run in its folder from a checkpoint")
     train.add_argument("--no-progress", action="store_true", help="print nothing while it runs")
+    train.add_argument(
+        "--preset", choices=["tiny"], help="tiny: two small steps on the CPU, on a tiny random model of the family"
+    )
     train.add_argument("--fields", action="store_true", help="list every field of the config and exit")
 
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
@@ -160,6 +163,11 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import CheckpointError, ConfigError, DigenError
     from digen.runner import how_to_continue, run
 
+    if options.preset is not None:
+        from digen.presets import ensure_model, tiny
+
+        config = tiny(config)
+        ensure_model(config)
     try:
         report = run(config, resume=options.resume, progress=not options.no_progress)
     except (DigenError, KeyboardInterrupt) as error:

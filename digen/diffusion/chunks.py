@@ -60,7 +60,7 @@ class ForwardSizes:
             self._chosen[whole] = self._try(whole, attempt)
             chosen = self._chosen[whole]
             structlog.get_logger("digen.diffusion").info(
-                "terms in one forward of training", samples=chosen.items, timesteps=chosen.steps, of=whole.steps
+                "size of an update's forwards", items=chosen.items, timesteps=chosen.steps, all_timesteps=whole.steps
             )
         return self._chosen[whole]
 

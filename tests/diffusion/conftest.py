@@ -77,12 +77,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a family's tiny random pipeline, see ``tests/diffusion/tiny.py``; not to be written to."""
+    """The folder of a family's tiny random pipeline, see ``digen/diffusion/tiny.py``; not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
 
     @cache
     def folder(family: str) -> Path:
-        from tests.diffusion.tiny import save  # here, because it imports every pipeline
+        from digen.diffusion.tiny import save  # here, because it imports every pipeline
 
         return save(family, root / family)
 

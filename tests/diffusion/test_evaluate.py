@@ -20,9 +20,9 @@ from digen.diffusion.rewards.compute import Reward
 from digen.diffusion.roles import EvaluatorTarget, GeneratorTarget, TrainerTarget
 from digen.diffusion.sampler import sample_ode
 from digen.diffusion.seeds import INITIAL_NOISE, draw, streams
+from digen.diffusion.tiny import TINY
 from digen.errors import CheckpointError, ConfigError, NumericsError, RewardError
 from digen.types import EvaluationReport, EvaluationRequest, GroupSlice, MicroBatch, Prompt, derive_seed
-from tests.diffusion.tiny import TINY
 
 PROMPTS = tuple(Prompt(f"the digit {label}", {"label": label}) for label in (1, 2, 7))
 SEEN: list[Images] = []

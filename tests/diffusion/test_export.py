@@ -19,11 +19,14 @@ from safetensors.torch import load_file
 from digen.config import LoraSection, ModelSection, RunConfig, SamplingSection
 from digen.diffusion import families
 from digen.diffusion.export import Exporter
+from digen.diffusion.families.pipeline import Part
 from digen.diffusion.roles import build_family
 from digen.diffusion.state import write_tensors
+from digen.diffusion.tiny import TINY
 from digen.errors import CheckpointError, ConfigError
 from digen.types import Prompt
-from tests.diffusion.tiny import TINY
+
+EVERYTHING: frozenset[Part] = frozenset({"denoise", "encode", "decode"})
 
 LORA = LoraSection(rank=4, alpha=8)
 ADAPTER = "pytorch_lora_weights.safetensors"
@@ -37,7 +40,7 @@ def configure(family: str, folder: Path | None, lora: LoraSection | None, **samp
 @torch.no_grad()
 def trained(config: RunConfig, folder: Path) -> tuple[Any, Path]:
     """A model that was moved away from its base, and the file of a checkpoint that holds its weights."""
-    family: Any = build_family(config, frozenset({"denoise", "encode", "decode"}))
+    family: Any = build_family(config, EVERYTHING)
     for parameter in family.parameters().values():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     path = folder / "weights.safetensors"
@@ -111,7 +114,7 @@ def test_an_exported_digits_model_is_a_model_path(tmp_path: Path) -> None:
     config = configure("digits", None, None, **DIGITS)
     family, weights = trained(config, tmp_path)
     export(config, weights, tmp_path / "out")
-    loaded = build_family(configure("digits", tmp_path / "out", None, **DIGITS), frozenset({"denoise", "encode", "decode"}))
+    loaded = build_family(configure("digits", tmp_path / "out", None, **DIGITS), EVERYTHING)
     assert torch.equal(prediction_of(loaded), prediction_of(family))
     assert np.array_equal(loaded.decode(prediction_of(loaded)), family.decode(prediction_of(family)))
     network = SD3Transformer2DModel.from_pretrained(tmp_path / "out", subfolder="transformer")
@@ -124,7 +127,7 @@ def test_an_exported_digits_adapter_loads_into_the_denoiser(tmp_path: Path) -> N
     config = configure("digits", None, LORA, **DIGITS)
     family, weights = trained(config, tmp_path)
     export(config, weights, tmp_path / "out")
-    base: Any = build_family(configure("digits", None, None, **DIGITS), frozenset({"denoise", "encode", "decode"}))
+    base: Any = build_family(configure("digits", None, None, **DIGITS), EVERYTHING)
     before = prediction_of(base)
     base.network.load_lora_adapter(tmp_path / "out", prefix=None, weight_name=ADAPTER)
     assert difference(prediction_of(base), prediction_of(family)) <= 1e-5

@@ -18,10 +18,10 @@ from transformers import UMT5Config, UMT5EncoderModel
 from digen.config import ModelSection, load_config
 from digen.diffusion.families import FAMILIES, lookup, source
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
+from digen.diffusion.tiny import TINY, image_vae, t5_config, t5_tokenizer
 from digen.errors import ConfigError
 from digen.types import GroupSlice, MicroBatch, Prompt
 from tests.diffusion.family_checks import TEXTS, draw_with_diffusers, draw_with_digen, initial_noise, load
-from tests.diffusion.tiny import TINY, image_vae, t5_config, t5_tokenizer
 
 Folder = Callable[[str], Path]
 PLUGINS = Path(__file__).parent / "plugins"
@@ -233,7 +233,7 @@ def test_another_packages_family_draws_and_learns(name: str, aura_flow: Path) ->
             "model.family": name,
             "model.path": str(aura_flow),
             "model.lora": {"rank": 2},
-            "reward.name": "tests.diffusion.tiny:brightness",
+            "reward.name": "tests.diffusion.plugins.brightness:brightness",
             "sampling.num_inference_steps": 3,
             "sampling.height": 16,
             "sampling.width": 24,

@@ -16,10 +16,10 @@ from digen.config import LoraSection, ModelSection, SamplingSection, load_config
 from digen.diffusion.families import lookup
 from digen.diffusion.families.base import Conditioning
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
+from digen.diffusion.tiny import TINY
 from digen.diffusion.trajectories import conditioning_arrays
 from digen.errors import ConfigError
 from digen.types import GroupSlice, MicroBatch, Prompt
-from tests.diffusion.tiny import TINY
 
 PROMPTS = (Prompt("a red square"), Prompt("the sea at night"))
 LORA = LoraSection(rank=4, alpha=8)
@@ -192,7 +192,7 @@ def _data(name: str, folder: Path, **overrides: Any) -> dict[str, Any]:
     plain = {
         "model.family": name,
         "model.path": str(folder),
-        "reward.name": "tests.diffusion.tiny:brightness",
+        "reward.name": "tests.diffusion.plugins.brightness:brightness",
         "sampling.num_inference_steps": 3,
         "plan.prompts_per_step": 2,
         "plan.samples_per_prompt": 2,

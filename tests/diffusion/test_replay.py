@@ -15,9 +15,9 @@ import pytest
 from digen.config import load_config
 from digen.diffusion.families import lookup
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
+from digen.diffusion.tiny import TINY
 from digen.types import GroupSlice, MicroBatch, Prompt
 from tests.diffusion.family_checks import TEXTS
-from tests.diffusion.tiny import TINY
 
 PROMPTS = [Prompt(text) for text in TEXTS]
 BATCH = MicroBatch(0, 0, 0, tuple(GroupSlice(f"s0p{number}", prompt, 0, 1, 1) for number, prompt in enumerate(PROMPTS)))
@@ -28,7 +28,7 @@ def run_config(name: str, folder: Path, dtype: str, **algorithm: Any) -> dict[st
         "model.family": name,
         "model.path": str(folder),
         "model.dtype": dtype,
-        "reward.name": "tests.diffusion.tiny:brightness",
+        "reward.name": "tests.diffusion.plugins.brightness:brightness",
         "sampling.num_inference_steps": 4,
         "algorithm.name": "ddpo" if lookup(name).process == "ddim" else "flow_grpo",
         "algorithm.clip_range": 0.01,

@@ -122,3 +122,27 @@ def test_samples_alone_travel_where_they_are_all_that_is_needed(data: Data, tmp_
 def test_a_model_that_the_algorithm_cannot_train_is_refused_before_anything_is_drawn(data: Data) -> None:
     with pytest.raises(ConfigError, match="family 'digits' is a flow model; ddpo as configured trains ddim models"):
         GeneratorTarget(data(algorithm__name="ddpo"))
+
+
+@pytest.mark.parametrize("name", ["ddpo", "dpo"])
+def test_a_model_that_predicts_the_noise(data: Data, tiny_model: Callable[[str], Path], name: str) -> None:
+    settings = data(
+        algorithm__name=name,
+        model__family="sd15",
+        model__path=str(tiny_model("sd15")),
+        sampling__height=16,
+        sampling__width=16,
+        optimizer__lr=1e-3,
+        reward__name="math:dist",
+    )
+    target, generator = ColocatedTarget(settings), GeneratorTarget(settings)
+    for step in range(2):
+        rollout = generator.generate(_micro_batch(step))
+        if name == "ddpo":
+            assert np.isfinite(rollout.payload["log_probs"]).all(), "the last transition is noisy too"
+        report = target.update(_as_read_elsewhere(rollout), (1.0, -1.0, 0.5, 0.0, -2.0, 1.5))
+        assert report.num_terms == (6 * 5 if name == "ddpo" else 4)
+        if name == "ddpo":
+            assert report.metrics["ratio/floor" if step == 0 else "ratio/abs_logp_diff_max"] < 1e-5
+        target.commit(step, (0,))
+        generator.load(target.publish(step + 1))

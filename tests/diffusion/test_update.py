@@ -261,7 +261,7 @@ class TestTimestepsThatFitInMemory:
         assert model.tried[: len(tried)] == tried
         assert set(model.tried[len(tried) :]) == {chosen[0] * chosen[1]}
         assert (metrics["tsp/items"], metrics["tsp/timesteps"]) == chosen
-        assert [(log["samples"], log["timesteps"]) for log in logs] == [chosen], "once"
+        assert [(log["items"], log["timesteps"]) for log in logs] == [chosen], "once"
         expected, _ = _accumulated(
             toy, config(**LOOSE, algorithm__tsp_chunk=1), [micro_batch()], ADVANTAGES, torch.float64
         )

@@ -175,12 +175,12 @@ class PipelineFamily:
     @property
     def dtype(self) -> torch.dtype:
         """Precision of weights and forward."""
-        return self._dtype if self.network is None else self.network.dtype  # type: ignore[no-any-return]
+        return self._dtype if self.network is None else self.network.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self._device if self.network is None else self.network.device  # type: ignore[no-any-return]
+        return self._device if self.network is None else self.network.device
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The adapter's parameters, or all of the denoiser's."""

@@ -6,6 +6,7 @@ denoiser's weights are large enough that each of its inputs shows in what it pre
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from digen.presets import SIZES
+
 _BYTES = sorted(ByteLevel.alphabet())
 
 
@@ -77,11 +80,6 @@ def save(family: str, folder: Path) -> Path:
                 parameter.normal_(0, 0.7 * parameter[0].numel() ** -0.5)
     pipe.save_pretrained(folder)
     return folder
-
-
-def brightness(images: Any, prompts: Any) -> list[float]:
-    """A reward: a sample's mean."""
-    return [float(image.mean()) for image in images]
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -385,11 +383,18 @@ def _wan() -> DiffusionPipeline:
 
 
 TINY: dict[str, Tiny] = {
-    "flux": Tiny(_flux, {"height": 16, "width": 24, "max_prompt_tokens": 24}),
-    "hunyuan_video": Tiny(_hunyuan_video, {"num_frames": 5, "height": 16, "width": 32, "max_prompt_tokens": 24}),
-    "qwen_image": Tiny(_qwen_image, {"height": 16, "width": 24, "max_prompt_tokens": 32}),
-    "sd15": Tiny(_sd15, {"height": 16, "width": 24}),
-    "sd3": Tiny(_sd3, {"height": 16, "width": 24, "max_prompt_tokens": 24}),
-    "wan": Tiny(_wan, {"num_frames": 5, "height": 16, "width": 32, "max_prompt_tokens": 24}),
+    family: Tiny(build, SIZES[family])
+    for family, build in {
+        "flux": _flux,
+        "hunyuan_video": _hunyuan_video,
+        "qwen_image": _qwen_image,
+        "sd15": _sd15,
+        "sd3": _sd3,
+        "wan": _wan,
+    }.items()
 }
 """The families that have a tiny pipeline."""
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], Path(sys.argv[2]))
