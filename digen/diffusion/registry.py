@@ -59,7 +59,9 @@ def _locate(module: str, what: str) -> None:
         if path is None:
             break
         name = f"{name}.{part}"
-        found = importlib.machinery.PathFinder.find_spec(name, path)
+        # By its last part: the finder looks no farther, and for a folder without __init__.py it would ask for the
+        # parent module, which is not imported.
+        found = importlib.machinery.PathFinder.find_spec(part, list(path))
     if found is None or name != module:
         missing = name if found is None else f"{name}.{module.removeprefix(name + '.').split('.')[0]}"
         raise ConfigError(

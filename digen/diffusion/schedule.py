@@ -21,8 +21,8 @@ def linear_sigmas(num_steps: int) -> Tensor:
 
 
 def static_shift(sigmas: Tensor, shift: float) -> Tensor:
-    """``s σ / (1 + (s - 1) σ)``: more time at high noise for ``shift`` s > 1; 0 and 1 stay where they are."""
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+    """``s σ / (1 + (s - 1) σ)``: more time at high noise for ``shift`` s > 1; 0 and 1 stay exactly where they are."""
+    return shift * sigmas / (1 - sigmas + shift * sigmas)
 
 
 def dynamic_shift(sigmas: Tensor, mu: float) -> Tensor:

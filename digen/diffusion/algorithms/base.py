@@ -385,7 +385,9 @@ class NoisedSamples:
     clean: Tensor
     """``(rows, k, ...)``."""
     noise: Tensor
+    """As they were noised with."""
     noisy: Tensor
+    """What the network sees."""
     level: Tensor
     """``(rows, k)``."""
     times: Tensor

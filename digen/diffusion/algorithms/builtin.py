@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from digen.diffusion.algorithms.declaration import Declaration, Options, TrajectoryOptions
 
+# Clip ranges, shares of the steps and noise levels are those of the algorithms' own code.
 FLOW_GRPO = Declaration()
 DANCE_GRPO = Declaration(kernels=("dance_sde", "flow_sde", "cps"), timestep_fraction=0.6)
 
@@ -97,7 +98,7 @@ class DppoOptions(TrajectoryOptions):
 FLOW_DPPO = Declaration(
     options=DppoOptions, kernels=("flow_sde", "dance_sde"), clip_range=None, advantage_clip=math.inf, means=True
 )
-DDPO = Declaration(kernels=("ddim",), processes=("ddim",), timestep_fraction=1.0)
+DDPO = Declaration(kernels=("ddim",), timestep_fraction=1.0)
 
 
 class NftOptions(Options):

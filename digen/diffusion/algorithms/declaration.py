@@ -47,7 +47,7 @@ class Declaration:
     """Kernels whose log-probabilities it can train on, its default first. Empty: it needs samples alone, which the ODE
     draws; no trajectory travels and nothing is replayed."""
     processes: tuple[ProcessName, ...] = ("flow",)
-    """Models that it trains; see :mod:`digen.diffusion.process`."""
+    """Models that it trains if it has no kernel, which says so itself; see :mod:`digen.diffusion.process`."""
     clip_range: float | None = 1e-4
     """Default of ``algorithm.clip_range``."""
     advantage_clip: float | None = 5.0
