@@ -29,7 +29,7 @@ class Exporter:
 
     def __init__(self, config: dict[str, Any], weights: str) -> None:
         self._config = RunConfig.model_validate(config)
-        family = build_family(self._config, frozenset())
+        family = build_family(self._config, frozenset({"denoise"}))
         if not isinstance(family, PipelineFamily):
             raise ConfigError(
                 f"model.family {self._config.model.family!r} cannot be exported: it is no subclass of "

@@ -123,3 +123,8 @@ def dpo_loss(margin: Tensor) -> Tensor:
 def element_mean(values: Tensor) -> Tensor:
     """``(n, k)`` means of ``(n, k, ...)`` over the elements of a latent."""
     return values.flatten(2).mean(dim=2)
+
+
+def mean_squared_error(values: Tensor, target: Tensor) -> Tensor:
+    """``(n, k)`` of ``(n, k, ...)``, over the elements of a latent."""
+    return element_mean((values - target).square())

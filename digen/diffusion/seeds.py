@@ -40,3 +40,9 @@ def group_seeds(micro_batch: MicroBatch, purpose: str) -> list[int]:
     return [
         derive_seed(micro_batch.run_seed, micro_batch.step, piece.uid, purpose) for piece, _ in micro_batch.samples()
     ]
+
+
+def random_subsets(seeds: Sequence[int], of: Sequence[int], count: int) -> list[list[int]]:
+    """``count`` of the numbers ``of`` for every seed, each subset in rising order."""
+    permutations = [torch.randperm(len(of), generator=stream).tolist() for stream in streams(seeds)]
+    return [sorted(of[place] for place in permutation[:count]) for permutation in permutations]

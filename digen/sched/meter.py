@@ -93,6 +93,7 @@ class Meter:
         }
         if self._predicted_s is not None:
             values["pipeline/makespan_predicted_s"] = self._predicted_s
+        values |= _means_by_head(step)
         for role, present_s in self._present_s.items():
             if present_s > 0:
                 values[f"pipeline/bubble_ratio/{role}"] = 1 - self._busy_s[role] / present_s
@@ -103,6 +104,15 @@ class Meter:
         values |= committed
         self._reset(now)
         return values
+
+
+def _means_by_head(step: Step) -> dict[str, float]:
+    """The mean of each head of the reward, where there are several."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for _, heads in sorted(step.heads.items()):
+        for name, column in heads.items():
+            columns[name] += map(float, column)
+    return {f"reward/{name}/mean": math.fsum(c) / len(c) for name, c in columns.items()} if len(columns) > 1 else {}
 
 
 def _kept_stale_ratio(step: Step, staleness: list[int]) -> float:

@@ -111,6 +111,7 @@ class Step:
         self.rollouts: dict[int, Rollout] = {}
         self.owners: dict[int, Worker] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
+        self.heads: dict[int, Mapping[str, Sequence[float]]] = {}
         self.kept: dict[int, int] = {}
         """Samples of each scored micro-batch that best-of-N kept."""
         self.ready: dict[int, tuple[float | None, ...]] = {}
@@ -318,6 +319,7 @@ class State:
         """Lines 13 to 15: rewards arrived; whole groups get advantages and their micro-batches enter UQ."""
         arrival = step.assembler.add(index, rewards, heads)
         step.rewards[index] = tuple(map(float, rewards))  # checked above; numbers of any kind become floats
+        step.heads[index] = heads
         return self._arrived(step, arrival)
 
     def dropped(self, step: Step, index: int) -> Arrival:

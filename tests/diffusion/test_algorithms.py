@@ -16,8 +16,9 @@ from torch.distributions import Normal
 
 from digen.config import RunConfig, load_config
 from digen.diffusion import algorithms
-from digen.diffusion.algorithms.base import Algorithm, TrajectoryAlgorithm, build_algorithm
+from digen.diffusion.algorithms.base import Algorithm, build_algorithm
 from digen.diffusion.algorithms.diffusion_nft import old_policy_decay
+from digen.diffusion.algorithms.trajectory import TrajectoryAlgorithm
 from digen.diffusion.families.base import Schedule
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.update import Learner

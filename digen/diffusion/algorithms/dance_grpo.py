@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from decimal import Decimal
 
-from digen.diffusion.algorithms.base import Item, TrajectoryAlgorithm, random_subsets
+from digen.diffusion.algorithms.base import Item
 from digen.diffusion.algorithms.builtin import DANCE_GRPO
-from digen.diffusion.seeds import TRAINED_STEPS
+from digen.diffusion.algorithms.trajectory import TrajectoryAlgorithm
+from digen.diffusion.seeds import TRAINED_STEPS, random_subsets
 from digen.types import MicroBatch
 
 

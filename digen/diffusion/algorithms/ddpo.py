@@ -1,7 +1,7 @@
 """DDPO: PPO's clipped loss on the transitions of a DDIM, all of which have noise."""
 
-from digen.diffusion.algorithms.base import TrajectoryAlgorithm
 from digen.diffusion.algorithms.builtin import DDPO as DECLARATION
+from digen.diffusion.algorithms.trajectory import TrajectoryAlgorithm
 
 
 class DDPO(TrajectoryAlgorithm):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from digen.config import RunConfig
-from digen.diffusion.algorithms.base import Forward, Losses, SampleAlgorithm, mean_squared_error
+from digen.diffusion.algorithms.base import Forward, Losses
 from digen.diffusion.algorithms.builtin import DIFFUSION_NFT, NftOptions
+from digen.diffusion.algorithms.sample import SampleAlgorithm
 from digen.diffusion.families.base import Family
-from digen.diffusion.losses import nft_loss
+from digen.diffusion.losses import mean_squared_error, nft_loss
 from digen.diffusion.optim import WeightCopy
 from digen.errors import InvariantViolation
 

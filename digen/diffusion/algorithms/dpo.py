@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from digen.config import RunConfig
-from digen.diffusion.algorithms.base import Forward, Item, Losses, SampleAlgorithm, mean_squared_error
+from digen.diffusion.algorithms.base import Forward, Item, Losses
 from digen.diffusion.algorithms.builtin import DPO as DECLARATION
 from digen.diffusion.algorithms.builtin import DpoOptions
+from digen.diffusion.algorithms.sample import SampleAlgorithm
 from digen.diffusion.families.base import Family
-from digen.diffusion.losses import dpo_loss, dpo_margin
+from digen.diffusion.losses import dpo_loss, dpo_margin, mean_squared_error
 from digen.diffusion.optim import WeightCopy
 from digen.diffusion.process import process_of, target
 from digen.diffusion.seeds import group_seeds

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from digen.diffusion.algorithms.base import Forward, Terms, TrajectoryAlgorithm
+from digen.diffusion.algorithms.base import Forward
 from digen.diffusion.algorithms.builtin import FLOW_DPPO
+from digen.diffusion.algorithms.trajectory import Terms, TrajectoryAlgorithm
 from digen.diffusion.families.base import Family
 from digen.diffusion.losses import dppo_loss, leaves_region
 

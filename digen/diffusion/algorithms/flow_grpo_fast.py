@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from digen.diffusion.algorithms.base import TrajectoryAlgorithm
 from digen.diffusion.algorithms.builtin import FLOW_GRPO_FAST, FastOptions
+from digen.diffusion.algorithms.trajectory import TrajectoryAlgorithm
 from digen.diffusion.seeds import SDE_WINDOW
 from digen.diffusion.windows import random_start
 from digen.types import MicroBatch, derive_seed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from digen.diffusion.algorithms.base import Terms, TrajectoryAlgorithm
 from digen.diffusion.algorithms.builtin import GRPO_GUARD
+from digen.diffusion.algorithms.trajectory import Terms, TrajectoryAlgorithm
 from digen.diffusion.losses import guard_log_ratio
 
 

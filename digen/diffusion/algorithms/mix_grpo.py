@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from digen.diffusion.algorithms.base import TrajectoryAlgorithm
 from digen.diffusion.algorithms.builtin import MIX_GRPO, MixOptions
+from digen.diffusion.algorithms.trajectory import TrajectoryAlgorithm
 from digen.diffusion.seeds import SDE_WINDOW
 from digen.diffusion.windows import exponential_steps, linear_steps, progressive_start, random_start
 from digen.types import MicroBatch, derive_seed

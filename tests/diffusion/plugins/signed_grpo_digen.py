@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from digen.diffusion.algorithms.base import Terms, TrajectoryAlgorithm
 from digen.diffusion.algorithms.declaration import Declaration, TrajectoryOptions
+from digen.diffusion.algorithms.trajectory import Terms, TrajectoryAlgorithm
 from digen.diffusion.losses import clipped_policy_loss
 
 
