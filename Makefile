@@ -30,11 +30,11 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e '.[diffusion,demo,data]' --group dev -c constraints.txt
+	$(PIP) install -e '.[diffusion,demo,data,rewards]' --group dev -c constraints.txt
 	@touch $@
 
 $(VENV)/.prove: $(VENV)/.dev
-	$(PIP) install -e '.[diffusion,demo,data,ray]' -c constraints.txt
+	$(PIP) install -e '.[diffusion,demo,data,rewards,ray]' -c constraints.txt
 	@touch $@
 
 clean:

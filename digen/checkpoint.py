@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -31,6 +31,11 @@ SCHEMA = 1
 _MANIFEST = "manifest.json"
 _STATE = "run.json"
 _VERSION = re.compile(r"step-\d+")
+
+Weights = Literal["raw", "ema"]
+"""Which weights of a checkpoint: those that are trained, or their exponential moving average."""
+WEIGHT_FILES: dict[Weights, str] = {"raw": "weights.safetensors", "ema": "ema.safetensors"}
+"""The files of a checkpoint that hold them."""
 
 log = structlog.get_logger("digen.checkpoint")
 
@@ -112,24 +117,13 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none, or the one named is broken or of another plan or family.
         """
-        if str(which) != "latest":
-            path = Path(which)
-            return path, self._fitting(path, verify(path))
-        reasons = []
-        for path in reversed(completed(self._folder)):
-            try:
-                state = verify(path)
-            except CheckpointError as error:
-                reasons.append(str(error))
-                log.warning("passing over a broken checkpoint", reason=str(error))
-            else:
-                return path, self._fitting(path, state)
-        if reasons:
-            raise CheckpointError(f"no usable checkpoint in {self._folder}: {'; '.join(reasons)}")
-        raise CheckpointError(
-            f"no checkpoint in {self._folder}: the run ended before its first one; "
-            f"delete {self._folder.parent} and start again without --resume"
-        )
+        if str(which) == "latest" and not completed(self._folder):
+            raise CheckpointError(
+                f"no checkpoint in {self._folder}: the run ended before its first one; "
+                f"delete {self._folder.parent} and start again without --resume"
+            )
+        path, state = find(self._folder, which)
+        return path, self._fitting(path, state)
 
     def _fitting(self, path: Path, state: RunState) -> RunState:
         if state.plan_digest != self._plan_digest:
@@ -162,6 +156,43 @@ class Checkpoints:
 def completed(folder: Path) -> list[Path]:
     """The checkpoints in a run's ``checkpoints`` folder, oldest first; what they hold is not looked at."""
     return sorted((path for path in folder.glob("step-*") if _VERSION.fullmatch(path.name)), key=_version)
+
+
+def find(folder: Path, which: str | Path) -> tuple[Path, RunState]:
+    """An intact checkpoint: one by its path, or ``"latest"``, the newest in a run's ``checkpoints`` folder.
+
+    Broken ones that are newer are named in a warning and passed over.
+
+    Raises:
+        CheckpointError: there is none, or the one named is broken.
+    """
+    if str(which) != "latest":
+        return Path(which), verify(Path(which))
+    reasons = []
+    for path in reversed(completed(folder)):
+        try:
+            return path, verify(path)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            log.warning("passing over a broken checkpoint", reason=str(error))
+    if reasons:
+        raise CheckpointError(f"no usable checkpoint in {folder}: {'; '.join(reasons)}")
+    raise CheckpointError(f"no checkpoint in {folder}; check run.name and run.output, or give a checkpoint's path")
+
+
+def weights_of(path: Path, weights: Weights) -> Path:
+    """The file of an intact checkpoint that holds ``weights``.
+
+    Raises:
+        CheckpointError: it has no moving average.
+    """
+    file = path / WEIGHT_FILES[weights]
+    if not file.is_file():
+        raise CheckpointError(
+            f"checkpoint {path} has no {weights} weights: its run kept no moving average (optimizer.ema_decay); "
+            "use --weights raw"
+        )
+    return file
 
 
 def verify(path: Path) -> RunState:

@@ -62,10 +62,27 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(train)
     train.add_argument("--resume", metavar="latest|PATH", help="continue the run in its folder from a checkpoint")
     train.add_argument("--no-progress", action="store_true", help="print nothing while it runs")
+    train.add_argument(
+        "--preset", choices=["tiny"], help="tiny: two small steps on the CPU, on a tiny random model of the family"
+    )
     train.add_argument("--fields", action="store_true", help="list every field of the config and exit")
 
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
     _add_config(check)
+
+    evaluate = _command(commands, "eval", "evaluate a checkpoint, or the model before training; trains nothing", _eval)
+    _add_config(evaluate)
+    evaluate.add_argument("--checkpoint", metavar="latest|PATH", help="of the run; default: the model before training")
+    _add_weights(evaluate)
+    evaluate.add_argument(
+        "--out", metavar="DIR", type=Path, help="a new folder; default: NAME-eval/... beside the run's"
+    )
+
+    export = _command(commands, "export", "write a run's policy as diffusers loads it", _export)
+    export.add_argument("source", metavar="RUN|CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
+    export.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    _add_weights(export)
+    export.epilog = "Where the base model has moved since, say where it is with --model.path."
 
     simulate = _command(
         commands, "simulate", "play a schedule of micro-batches in virtual time; starts no process", _simulate
@@ -129,6 +146,15 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=["raw", "ema"],
+        default="raw",
+        help="the trained weights or their moving average; default: raw",
+    )
+
+
 def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.fields:
         print("\n".join(_fields()))
@@ -137,6 +163,11 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import CheckpointError, ConfigError, DigenError
     from digen.runner import how_to_continue, run
 
+    if options.preset is not None:
+        from digen.presets import ensure_model, tiny
+
+        config = tiny(config)
+        ensure_model(config)
     try:
         report = run(config, resume=options.resume, progress=not options.no_progress)
     except (DigenError, KeyboardInterrupt) as error:
@@ -164,6 +195,24 @@ def _check(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = _load(options.config, overrides)
+    from digen.observe.text import format_metrics
+    from digen.offline import evaluate
+
+    report, folder = evaluate(config, checkpoint=options.checkpoint, weights=options.weights, out=options.out)
+    print(f"eval  v{report.version}  {report.num_samples} samples  {format_metrics(report.metrics)}")
+    print(f"\nsamples and report: {folder}")
+    return 0
+
+
+def _export(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from digen.offline import export
+
+    print(f"exported: {export(options.source, options.out, weights=options.weights, overrides=overrides)}")
+    return 0
+
+
 def _facts(prepared: Prepared) -> list[str]:
     """What a config comes to: the plan's arithmetic, the schedule, the workers, and what is not installed here."""
     from digen.errors import MissingExtra
@@ -181,14 +230,18 @@ def _facts(prepared: Prepared) -> list[str]:
         + (", a barrier between stages" if schedule.resolved_barrier else "")
     )
     pools = f"{generators} generator{'s' * (generators > 1)}, 1 trainer" if generators else "1, which does every stage"
+    scorers = config.workers.scorers
+    pools += f", {scorers} scorer{'s' * (scorers > 1)}" if scorers else ""
     facts.append(f"workers: {pools}")
-    when = " and ".join(word for word, on in (("start", evaluation.at_start), ("end", evaluation.at_end)) if on)
-    prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
-    facts.append(
-        f"evaluation: {prompts} prompts x {evaluation.samples_per_prompt} samples at the {when}"
-        if when
-        else "evaluation: none"
+    times = (
+        ("at the start", evaluation.at_start),
+        (f"every {evaluation.every} steps", evaluation.every),
+        ("at the end", evaluation.at_end),
     )
+    when = ", ".join(words for words, on in times if on)
+    prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
+    samples = f"{prompts} prompts x {evaluation.samples_per_prompt} samples"
+    facts.append(f"evaluation: {samples} {when}" if when else "evaluation: none")
     for extra in prepared.extras:
         try:
             require(extra)

@@ -73,8 +73,10 @@ class ScheduleConfig(_Model):
     """Order in which updates are consumed. index makes on-policy runs bit-identical under every schedule."""
     max_generating: Annotated[int, Field(ge=1)] | None = None
     """C_gen: most generations in flight. Default: one per worker that can generate."""
+    max_dropped_groups: Share = Decimal(0)
+    """Largest share of a step's groups that may be dropped because their reward failed. 0: the first ends the run."""
 
-    @field_validator("stale_fraction", mode="before")
+    @field_validator("stale_fraction", "max_dropped_groups", mode="before")
     @classmethod
     def _exact(cls, value: Any) -> Any:
         # A float's repr is the shortest decimal that names it: 0.29 becomes Decimal("0.29"), never 0.28999...
@@ -162,15 +164,34 @@ class RunSection(_Model):
     """Number of optimizer steps."""
 
 
+class LoraSection(_Model):
+    """A low-rank adapter (peft): only it is trained, published and saved."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    """Rank r."""
+    alpha: Annotated[float, Field(gt=0)] = 64.0
+    """The adapter is scaled by alpha / r."""
+    targets: tuple[str, ...] | None = None
+    """Names of the modules that get an adapter, as peft matches them. Default: the family's attention projections."""
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    """How the first factor begins; the second begins at zero, so that nothing changes at first."""
+
+
 class ModelSection(_Model):
     """The policy."""
 
     family: str = "digits"
     """Model family; decides how a model is called."""
     path: Path | None = None
-    """A folder in diffusers' layout. The digits family has an embedded one."""
+    """A folder in diffusers' layout, or hf:ORG/NAME on the hub. The digits family has an embedded one."""
+    lora: LoraSection | None = None
+    """Train a low-rank adapter. Default: full fine-tuning."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Precision of the weights and of the forward. Step maths is always float32 or better."""
+    attention: str | None = None
+    """Attention backend of diffusers, for example native or flash. Default: diffusers' own choice."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, one more forward."""
     device: str = "cpu"
     """Torch device of every worker, for example cpu or cuda."""
     forward_batch: Annotated[int, Field(ge=1)] | None = None
@@ -210,17 +231,38 @@ class SamplingSection(_Model):
 
     num_inference_steps: Annotated[int, Field(ge=2)] = 8
     """Denoising steps T of a trajectory."""
-    noise_level: Annotated[float, Field(gt=0)] = 0.7
-    """a in s = a sqrt(sigma / (1 - sigma)) of the Flow-SDE step."""
+    noise_level: Annotated[float, Field(ge=0)] | None = None
+    """Noise of the kernel: a of flow_sde (default 0.7) and cps (0.8), eta of dance_sde (0.3) and ddim (1)."""
+    kernel: Literal["flow_sde", "dance_sde", "cps", "ddim"] | None = None
+    """How a noisy step is drawn. Default: the algorithm's."""
+    solver: Literal["euler", "dpm++"] = "euler"
+    """How a noiseless step is taken: in evaluation, where only samples are needed, and between noisy steps."""
     shift: Annotated[float, Field(gt=0)] | None = None
     """Static shift of the sigma schedule. Default: the scheduler config in the model's folder."""
+    guidance_scale: Annotated[float, Field(ge=0)] | None = None
+    """Guidance: classifier-free or distilled, as the family has it. Default: the family's."""
+    negative_prompt: str = ""
+    """What classifier-free guidance leads away from."""
+    height: Annotated[int, Field(ge=1)] | None = None
+    """Pixels of a sample from top to bottom. Default: the family's."""
+    width: Annotated[int, Field(ge=1)] | None = None
+    """Pixels from left to right. Default: the family's."""
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+    """Frames of a video. Default: the family's; images have none."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens that the text encoder sees of a prompt. Default: the family's."""
 
 
 class AdvantageSection(_Model):
     """How rewards become advantages."""
 
-    kind: Literal["per_prompt", "global_std"] = "per_prompt"
-    """Divide by the group's own standard deviation, or by that of the whole step (waits for all of its rewards)."""
+    kind: Literal["per_prompt", "no_std", "global_std", "max_group_std", "global", "best_worst"] = "per_prompt"
+    """What is subtracted from a reward and what divides the rest: the group's mean and standard deviation (per_prompt),
+    its mean and nothing (no_std, Dr.GRPO), its mean and the standard deviation of the step (global_std) or the largest
+    of its groups (max_group_std), mean and deviation of the step (global). best_worst: 1 for the best of a group, -1
+    for the worst, the others are left out (DPO)."""
+    heads: Literal["reward", "advantage"] = "reward"
+    """How several rewards become one: a weighted sum of rewards, or of each head's own advantages."""
     ddof: Annotated[int, Field(ge=0, le=1)] = 0
     """0: population standard deviation, 1: sample standard deviation."""
     epsilon: Annotated[float, Field(ge=0)] = 1e-4
@@ -237,20 +279,26 @@ class AdvantageSection(_Model):
 
 
 class AlgorithmSection(_Model):
-    """The policy-gradient algorithm."""
+    """The algorithm. A default that is not set here is the algorithm's own."""
 
-    name: Literal["flow_grpo"] = "flow_grpo"
-    """Algorithm."""
+    name: str = "flow_grpo"
+    """A built-in algorithm, another package's, or ``package.module:Class``."""
+    options: dict[str, Any] = {}
+    """What only this algorithm has."""
     advantage: AdvantageSection = AdvantageSection()
     """Advantages."""
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    clip_range: Annotated[float, Field(gt=0, lt=1)] | None = None
     """PPO clip range. Log-probabilities are means over dimensions, so it is far smaller than in language models."""
-    advantage_clip: Annotated[float, Field(gt=0)] = 5.0
-    """Advantages are clamped to +- this before the loss."""
-    timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
-    """Share of the denoising steps that is trained: int(fraction * T), never the last, noiseless one."""
-    tsp_chunk: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
-    """Timestep parallelism (paper 3.2.2): timesteps in one forward. 1 is sequential."""
+    advantage_clip: Annotated[float, Field(gt=0)] | Literal["none"] | None = None
+    """Advantages are clamped to +- this before the loss; none: not at all."""
+    timestep_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the denoising steps that is trained: int(fraction * T), never a noiseless one."""
+    kl_weight: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the divergence from the model before training; above 0 it costs a second forward."""
+    kl: Literal["gaussian", "flow_grpo"] = "gaussian"
+    """The divergence of a transition: of the two Gaussians, or that times the step of sigma, as in Flow-GRPO's code."""
+    tsp_chunk: Annotated[int, Field(ge=1)] | Literal["all", "auto"] = "auto"
+    """Timestep parallelism (paper 3.2.2): timesteps in one forward. 1 is sequential; auto: as many as memory allows."""
     old_logprobs: Literal["auto", "behaviour", "recompute"] = "auto"
     """Where fresh samples' old log-probabilities come from; stale samples always use the behaviour policy's."""
 
@@ -280,13 +328,55 @@ class OptimizerSection(_Model):
     """Optimizer steps between EMA updates."""
 
 
+class RewardHead(_Model):
+    """One of several rewards."""
+
+    name: str
+    """A built-in reward, another package's, or ``package.module:function``."""
+    label: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$")] | None = None
+    """What its values are called in events and metrics. Default: its name. Two heads must not be called the same."""
+    weight: float = 1.0
+    """Its share in the reward. 0 computes and logs it only, a negative one is a penalty."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+
+    @property
+    def resolved_label(self) -> str:
+        """The label, after its default."""
+        return self.name if self.label is None else self.label
+
+
 class RewardSection(_Model):
     """What a sample is worth."""
 
-    name: str = "classifier"
-    """A built-in reward, or ``package.module:function``."""
+    name: str | None = None
+    """A built-in reward, another package's, or ``package.module:function``. Default: classifier, or what heads say."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the reward."""
+    heads: tuple[RewardHead, ...] = ()
+    """Several rewards at once, in place of name and kwargs: the reward of a sample is their weighted sum."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if self.heads and (self.name is not None or self.kwargs):
+            raise ValueError("name and kwargs are those of a single reward; with heads leave them out")
+        labels = [head.resolved_label for head in self.heads]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two heads are called {label!r}; give one of them another label")
+        if self.heads and not any(head.weight for head in self.heads):
+            raise ValueError("every head has weight 0, so that no sample would be worth anything")
+        return self
+
+    @property
+    def resolved_heads(self) -> tuple[RewardHead, ...]:
+        """The heads; a single reward is one head of weight 1."""
+        return self.heads or (RewardHead(name=self.name or "classifier", kwargs=self.kwargs),)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each head by its label."""
+        return {head.resolved_label: head.weight for head in self.resolved_heads}
 
 
 class WorkersSection(_Model):
@@ -294,6 +384,8 @@ class WorkersSection(_Model):
 
     generators: Annotated[int, Field(ge=0)] | None = None
     """Generator processes. Default: 1; mode colocated has none, its one worker does every stage."""
+    scorers: Annotated[int, Field(ge=0)] = 0
+    """Processes that only decode and score. Default: generators score; with a slow or remote reward they would wait."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
     colocated_threads: Annotated[int, Field(ge=1)] | None = None
@@ -327,10 +419,18 @@ class EvaluationSection(_Model):
     """Evaluate the base weights."""
     at_end: bool = True
     """Evaluate the final weights."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations during the run, each by a generator that holds the weights; 0: none."""
     num_prompts: Annotated[int, Field(ge=1)] = 10
     """Held-out prompts; all of them if fewer."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 40
     """Samples of each."""
+    num_inference_steps: Annotated[int, Field(ge=2)] | None = None
+    """Denoising steps of a sample. Default: those of a trajectory in training."""
+    video: Literal["gif", "mp4"] = "gif"
+    """How videos are shown, in training's previews too. mp4 needs the extra video."""
+    frames_per_second: Annotated[int, Field(ge=1)] = 16
+    """Speed at which videos are shown."""
 
 
 class ObserveSection(_Model):
@@ -643,14 +743,18 @@ def _known_fields(location: list[str]) -> list[str]:
 
 
 def _annotation(location: list[str]) -> Any:
-    """What stands at a location: a model, or the type of a field, or of a mapping's values."""
+    """What stands at a location: a model, or the type of a field, or of a mapping's values or a sequence's items."""
     found: Any = RunConfig
     for part in location:
         if _is_mapping(found):
             found = typing.get_args(found)[1]
+        elif typing.get_origin(found) is tuple:
+            found = typing.get_args(found)[0]
         else:
             field = getattr(found, "model_fields", {}).get(part)
             found = field.annotation if field is not None else None
+            models = [kind for kind in typing.get_args(found) if hasattr(kind, "model_fields")]
+            found = models[0] if models and not _is_mapping(found) and typing.get_origin(found) is not tuple else found
     return found
 
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from digen.diffusion import algorithms
 from digen.durations import Durations, parse_durations, profiled_durations
 from digen.errors import ConfigError
 from digen.events import read_events
@@ -201,10 +202,11 @@ def durations_for(config: RunConfig) -> Durations:
 
 def origin(config: RunConfig) -> str:
     """What the durations of ``config`` are, in words: a fit, given numbers, or measured means."""
-    costs, steps, fraction = config.costs, config.sampling.num_inference_steps, config.algorithm.timestep_fraction
+    costs, steps = config.costs, config.sampling.num_inference_steps
     if costs.model is not None:
+        fraction = _fraction(config)
         fitted = CALIBRATED[costs.model].num_micro_batches == arithmetic(config).num_micro_batches
-        inside = fitted and 20 <= steps <= 40 and 0.4 <= fraction <= 0.6
+        inside = fitted and 20 <= steps <= 40 and Decimal("0.4") <= fraction <= Decimal("0.6")
         return (
             f"calibrated model {costs.model} ({CALIBRATED[costs.model].label}) for {costs.gpus or 16} GPUs, a fit and "
             "not a measurement; the unit of time is one denoising step"
@@ -243,7 +245,7 @@ def update_factor(config: RunConfig, chunk: int) -> Fraction | None:
 
     ``None`` where nothing tells: given or profiled durations without ``costs.tsp_share``.
     """
-    own, total = config.algorithm.tsp_chunk, trained_timesteps(config)
+    own, total = own_chunk(config), trained_timesteps(config)
     if min(chunk, total) == (total if own == "all" else min(own, total)):
         return Fraction(1)
     if config.costs.model is not None:
@@ -275,7 +277,18 @@ def _sequential_share(config: RunConfig, chunk: int | Literal["all"], share: Fra
 
 
 def _fraction(config: RunConfig) -> Decimal:
-    return Decimal(str(config.algorithm.timestep_fraction))
+    """The share of the timesteps that is trained: the config's, or its algorithm's own."""
+    given = config.algorithm.timestep_fraction
+    if given is None:
+        declaration = algorithms.lookup(config.algorithm.name).declaration
+        given = declaration.timestep_fraction if declaration is not None else None
+    return Decimal(str(1.0 if given is None else given))
+
+
+def own_chunk(config: RunConfig) -> int | Literal["all"]:
+    """The config's TSP chunk. ``auto`` is taken as all timesteps: what fits in memory is another question."""
+    chunk = config.algorithm.tsp_chunk
+    return "all" if chunk == "auto" else chunk
 
 
 def _calibrated_update(model: Calibrated, config: RunConfig, chunk: int | Literal["all"]) -> Decimal:
@@ -306,7 +319,7 @@ def _calibrated_durations(config: RunConfig, name: str) -> Durations:
             "algorithm.advantage.best_of_n: the calibrated models were fitted without it; give costs.durations"
         )
     durations = _calibrated(model, config, tsp=True)
-    update = _calibrated_update(model, config, config.algorithm.tsp_chunk)
+    update = _calibrated_update(model, config, own_chunk(config))
     if not colocated:
         return replace(durations, update_s=update)
     generate = to_millionth(Fraction(durations.generate_s[0]) / Fraction(model.sg))

@@ -17,8 +17,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-TaskKind = Literal["load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint"]
-"""What a worker can be busy with. ``assist`` is a generation on the trainer; ``switch`` its load and offload."""
+TaskKind = Literal[
+    "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint", "evaluate"
+]
+"""What a worker can be busy with. ``encode`` is of a whole step's prompts, ``assist`` a generation on the trainer,
+``switch`` its load and offload, ``evaluate`` held-out samples of the version that the worker holds."""
 
 Role = Literal["generator", "scorer", "trainer"]
 
@@ -31,6 +34,8 @@ Cause = Literal[
     "wait_barrier",
     "wait_hold",
     "wait_limit",
+    "wait_encode",
+    "wait_evaluate",
     "wait_work",
     "wait_skip",
 ]
@@ -45,6 +50,8 @@ wait_order     scored micro-batches wait, but not the next one in index order
 wait_barrier   a stage barrier (modes colocated and naive) holds it back
 wait_hold      ``sync="hold"``: waits until all generators have stopped and loaded
 wait_limit     ``max_generating`` generations are running
+wait_encode    the step's prompts are being encoded
+wait_evaluate  the commit waits until a generator has begun to evaluate the weights that it replaces
 wait_work      nothing is left to do in this run
 wait_skip      the TAG policy skipped this bubble
 =============  =====================================================================================
@@ -166,12 +173,24 @@ class GroupCompleted(Event, frozen=True, tag="group_completed"):
     versions: tuple[int, ...]
 
 
+class GroupDropped(Event, frozen=True, tag="group_dropped"):
+    """The reward of a group's samples failed; none of them is trained on, and they leave the step's denominator."""
+
+    step: int
+    uid: str
+    index: int
+    """The micro-batch whose score failed."""
+    error: str
+
+
 class MicroBatchSettled(Event, frozen=True, tag="micro_batch_settled"):
-    """A micro-batch is done with in its step: its gradient is accumulated, or best-of-N kept none of it."""
+    """A micro-batch is done with in its step: its gradient is accumulated, best-of-N kept none of it, or its group is
+    lost.
+    """
 
     step: int
     index: int
-    outcome: Literal["updated", "empty"]
+    outcome: Literal["updated", "empty", "dropped"]
     version: int
     staleness: int
 
@@ -217,6 +236,7 @@ AnyEvent = (
     | TagDecided
     | Rewarded
     | GroupCompleted
+    | GroupDropped
     | MicroBatchSettled
     | StepCommitted
     | CheckpointSaved

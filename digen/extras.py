@@ -9,8 +9,10 @@ from digen.errors import MissingExtra
 EXTRAS: dict[str, tuple[str, ...]] = {
     "diffusion": ("torch", "diffusers", "transformers", "safetensors", "numpy", "PIL"),
     "demo": ("sklearn", "matplotlib"),
+    "rewards": ("rapidocr", "onnxruntime"),
     "data": ("datasets",),
     "ray": ("ray",),
+    "video": ("av",),
 }
 """The modules that each extra must provide."""
 

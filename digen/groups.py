@@ -5,17 +5,23 @@ a part of it. Best-of-N selects after that, from the advantages of the whole gro
 micro-batch is ready for its update when all of its groups are complete, so that the micro-batches of a group become
 ready together.
 
-Advantages follow Flow-GRPO: ``A_i = (r_i - mean) / (std + epsilon)`` with the group's mean and either the
-group's own standard deviation (``per_prompt``) or that of all rewards of the step (``global_std``). A group whose
-rewards are all equal gets exactly 0.0. The arithmetic depends on the rewards only, never on their order of arrival.
+Advantages are ``A_i = (r_i - mean) / (std + epsilon)``; whose mean and whose standard deviation is the ``kind`` of
+:class:`digen.config.AdvantageSection` (Flow-GRPO, DanceGRPO, Dr.GRPO and others). Where both are the group's,
+advantages stream: a group's leave when it is complete. A divisor of the whole step makes them wait for its last reward,
+unless the trainer divides the accumulated gradient by it instead (``defer_divisor``), which is the same where the loss
+is homogeneous in the advantage. A group whose rewards are all equal gets exactly 0.0 in every variant with the group's
+mean. The arithmetic depends on the rewards only, never on their order of arrival.
+
+A group whose reward failed is dropped as a whole: its samples get no advantage and leave the step's denominator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
 from digen.errors import InvariantViolation, PlanError, RewardError
@@ -58,6 +64,8 @@ class Arrival(Struct, frozen=True):
     """In the order of the plan."""
     ready: tuple[ReadyMicroBatch, ...]
     """In index order."""
+    dropped: tuple[str, ...] = ()
+    """Groups that were lost just now."""
 
 
 class _Group:
@@ -66,9 +74,11 @@ class _Group:
     def __init__(self, uid: str, size: int) -> None:
         self.uid = uid
         self.rewards = [math.nan] * size
+        self.heads: dict[str, list[float]] = {}
         self.advantages: list[float | None] = []
         self.num_missing = size
         self.micro_batches: list[int] = []
+        self.dropped = False
 
 
 class GroupAssembler:
@@ -77,14 +87,27 @@ class GroupAssembler:
     Args:
         micro_batches: all micro-batches of the step.
         advantage: how rewards become advantages.
+        weights: of the reward's heads by name, for ``advantage.heads = "advantage"``.
+        defer_divisor: hand out advantages without the step's divisor, which :attr:`gradient_scale` then has.
 
     Raises:
         PlanError: ``best_of_n`` exceeds the group size, or the micro-batches do not hold every sample of every group
             exactly once.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], advantage: AdvantageSection) -> None:
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        advantage: AdvantageSection,
+        *,
+        weights: Mapping[str, float] | None = None,
+        defer_divisor: bool = False,
+    ) -> None:
         self._advantage = advantage
+        self._weights = dict(weights or {})
+        common = advantage.kind in {"global_std", "max_group_std"}
+        self._defers = defer_divisor and common and advantage.heads == "reward"
+        self._waits = advantage.kind in {"global_std", "max_group_std", "global"} and not self._defers
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
         self._missing = set(self._micro_batches)
         self._groups: dict[str, _Group] = {}
@@ -109,54 +132,121 @@ class GroupAssembler:
             for index, micro_batch in self._micro_batches.items()
         }
 
-    def add(self, index: int, rewards: Sequence[float]) -> Arrival:
-        """Take the rewards of micro-batch ``index``, one per sample in row order.
+    def lost(self, index: int) -> bool:
+        """Whether a group of micro-batch ``index`` was dropped."""
+        return any(self._groups[piece.uid].dropped for piece in self._micro_batches[index].slices)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the step."""
+        return len(self._groups)
+
+    @property
+    def num_dropped(self) -> int:
+        """Groups that were lost so far."""
+        return sum(group.dropped for group in self._groups.values())
+
+    @property
+    def gradient_scale(self) -> float | None:
+        """What the step's gradient is multiplied by when its divisor was deferred; ``None`` if it was not.
+
+        Known once every reward has arrived.
+        """
+        if not self._defers:
+            return None
+        divisor = self._step_divisor()
+        return 1 / divisor if divisor else 1.0
+
+    def add(self, index: int, rewards: Sequence[float], heads: Mapping[str, Sequence[float]] | None = None) -> Arrival:
+        """Take the rewards of micro-batch ``index``, one per sample in row order, and what each head gave.
 
         A call that raises changes nothing.
 
         Raises:
             RewardError: there are too few or too many, or one is not a finite number (of at most 1e150 in size, so
-                that no variance overflows).
+                that no variance overflows), or a head that has a weight is missing.
             InvariantViolation: the step has no such micro-batch, or its rewards were added before.
         """
+        micro_batch, where = self._expected(index)
+        values = _checked(micro_batch, rewards, where)
+        by_head = {
+            name: _checked(micro_batch, _head(heads, name, where), f"{where}, head {name}") for name in self._weighted
+        }
+        self._missing.remove(index)
+        for row, (piece, sample) in enumerate(micro_batch.samples()):
+            group = self._groups[piece.uid]
+            group.rewards[sample] = values[row]
+            for name, column in by_head.items():
+                group.heads.setdefault(name, [math.nan] * piece.size)[sample] = column[row]
+            group.num_missing -= 1
+        return self._arrive(micro_batch)
+
+    def drop(self, index: int) -> Arrival:
+        """The rewards of micro-batch ``index`` failed: every group that has a sample in it is lost.
+
+        Raises:
+            InvariantViolation: the step has no such micro-batch, or its rewards were added before.
+        """
+        micro_batch, _ = self._expected(index)
+        self._missing.remove(index)
+        lost = []
+        for piece in micro_batch.slices:
+            group = self._groups[piece.uid]
+            group.num_missing -= piece.count
+            if not group.dropped:
+                group.dropped = True
+                lost.append(group.uid)
+        return msgspec.structs.replace(self._arrive(micro_batch), dropped=tuple(lost))
+
+    @property
+    def _weighted(self) -> list[str]:
+        return list(self._weights) if self._advantage.heads == "advantage" else []
+
+    def _expected(self, index: int) -> tuple[MicroBatch, str]:
         micro_batch = self._micro_batches.get(index)
         if micro_batch is None:
             raise InvariantViolation(f"micro-batch {index} is not one of the step's {len(self._micro_batches)}")
         where = f"step {micro_batch.step} micro-batch {index}"
         if index not in self._missing:
             raise InvariantViolation(f"{where}: its rewards were added before")
-        values = _checked(micro_batch, rewards, where)
+        return micro_batch, where
 
-        self._missing.remove(index)
-        completed = []
-        for (piece, sample), value in zip(micro_batch.samples(), values, strict=True):
-            group = self._groups[piece.uid]
-            group.rewards[sample] = value
-            group.num_missing -= 1
-            if group.num_missing == 0:
-                completed.append(group)
-        if self._advantage.kind == "global_std":
-            completed = [] if self._missing else list(self._groups.values())
-        return self._complete(completed)
-
-    def _complete(self, groups: list[_Group]) -> Arrival:
+    def _arrive(self, micro_batch: MicroBatch) -> Arrival:
+        """Close what is complete with ``micro_batch``."""
+        if self._waits:
+            groups = [] if self._missing else list(self._groups.values())
+        else:
+            uids = dict.fromkeys(piece.uid for piece in micro_batch.slices)
+            groups = [group for uid in uids if (group := self._groups[uid]).num_missing == 0]
         if not groups:
             return Arrival(groups=(), ready=())
-        step_std = self._step_std() if self._advantage.kind == "global_std" else None
-        done = tuple(self._close(group, step_std) for group in groups)
-        ready = []
+        divisor = self._step_divisor() if self._waits else None
+        done, ready = [], []
         for group in groups:
+            if group.dropped:
+                group.advantages = [None] * len(group.rewards)
+            else:
+                done.append(self._close(group, divisor))
             for index in group.micro_batches:
                 self._num_open[index] -= 1
                 if self._num_open[index] == 0:
                     ready.append(index)
-        return Arrival(groups=done, ready=tuple(self._ready(index) for index in sorted(ready)))
+        return Arrival(groups=tuple(done), ready=tuple(self._ready(index) for index in sorted(ready)))
 
-    def _close(self, group: _Group, step_std: float | None) -> CompletedGroup:
+    def _close(self, group: _Group, divisor: float | None) -> CompletedGroup:
         mean, std = _moments(group.rewards, self._advantage.ddof)
-        divisor = (std if step_std is None else step_std) + self._advantage.epsilon
-        advantages = [(reward - mean) / divisor if divisor else 0.0 for reward in group.rewards]
-        kept = _select(advantages, self._advantage.best_of_n)
+        if self._weighted:
+            columns = [
+                [weight * value for value in self._advantages(group.heads[name], divisor, name)]
+                for name, weight in self._weights.items()
+            ]
+            advantages = [math.fsum(row) for row in zip(*columns, strict=True)]
+        else:
+            advantages = self._advantages(group.rewards, divisor, None)
+        if self._advantage.kind == "best_worst":
+            kept = {sample for sample, value in enumerate(advantages) if value}
+        else:
+            kept = _select(advantages, self._advantage.best_of_n)
         group.advantages = [value if sample in kept else None for sample, value in enumerate(advantages)]
         return CompletedGroup(
             uid=group.uid,
@@ -166,9 +256,35 @@ class GroupAssembler:
             micro_batches=tuple(group.micro_batches),
         )
 
-    def _step_std(self) -> float:
-        rewards = [reward for group in self._groups.values() for reward in group.rewards]
-        return _moments(rewards, self._advantage.ddof)[1]
+    def _advantages(self, rewards: list[float], divisor: float | None, head: str | None) -> list[float]:
+        """The advantages of a group; ``divisor`` is the step's, where there is one, of all rewards (not of a head)."""
+        kind, section = self._advantage.kind, self._advantage
+        mean, std = _moments(rewards, section.ddof)
+        if kind == "best_worst":
+            return _best_and_worst(rewards)
+        if kind == "no_std" or self._defers:
+            return [reward - mean for reward in rewards]
+        if kind == "per_prompt":
+            divisor = std + section.epsilon
+        elif head is not None:
+            divisor = self._step_divisor(head)
+        if kind == "global":
+            mean = _moments(self._of_step(head), section.ddof)[0]
+        return [(reward - mean) / divisor if divisor else 0.0 for reward in rewards]
+
+    def _of_step(self, head: str | None) -> list[float]:
+        groups = [group for group in self._groups.values() if not group.dropped]
+        return [value for group in groups for value in (group.rewards if head is None else group.heads[head])]
+
+    def _step_divisor(self, head: str | None = None) -> float:
+        section = self._advantage
+        groups = [group for group in self._groups.values() if not group.dropped]
+        if not groups:
+            return 0.0
+        if section.kind == "max_group_std":
+            columns = [group.rewards if head is None else group.heads[head] for group in groups]
+            return max(_moments(column, section.ddof)[1] for column in columns) + section.epsilon
+        return _moments(self._of_step(head), section.ddof)[1] + section.epsilon
 
     def _ready(self, index: int) -> ReadyMicroBatch:
         samples = self._micro_batches[index].samples()
@@ -176,6 +292,20 @@ class GroupAssembler:
         return ReadyMicroBatch(
             index=index, advantages=advantages, num_kept=sum(value is not None for value in advantages)
         )
+
+
+def _head(heads: Mapping[str, Sequence[float]] | None, name: str, where: str) -> Sequence[float]:
+    if heads is None or name not in heads:
+        raise RewardError(f"{where}: the reward's head {name!r} has a weight but gave no values")
+    return heads[name]
+
+
+def _best_and_worst(rewards: list[float]) -> list[float]:
+    """1 for the highest, -1 for the lowest, 0 for the others; nothing to prefer where all are equal."""
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+    return [float(sample == best) - float(sample == worst) for sample in range(len(rewards))]
 
 
 def _checked(micro_batch: MicroBatch, rewards: Sequence[float], where: str) -> list[float]:

@@ -8,6 +8,9 @@ Optional methods are looked up by name and used when they exist:
 
 ========================  ==========================================================================
 ``generate`` on a trainer  makes it eligible for assists (TAG, paper 3.3)
+``encode(prompts)`` on all generators  called once a step, before its first generation; what it returns goes with
+                           every ``generate(micro_batch, encoded)`` of the step, on the trainer too
+``evaluate(request)`` on all generators  held-out samples of the weights held now, for a scheduler with ``evaluate``
 ``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
 ``release(payload)``       the scheduler will not read this payload again; not a coroutine
 ``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began
@@ -22,10 +25,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     LoadReport,
     MicroBatch,
+    Prompt,
     Publication,
     Rollout,
     Scored,
@@ -79,7 +84,8 @@ class Trainer(Handle, Protocol):
     async def commit(self, step: int, indices: Sequence[int], /) -> CommitReport:
         """Divide by the step's denominator and step the optimizer.
 
-        ``indices`` are the micro-batches whose updates the step must consist of, no more and no fewer.
+        ``indices`` are the micro-batches whose updates the step must consist of, no more and no fewer. Where the
+        divisor of the advantages was deferred, a third argument is what the gradient is multiplied by.
         """
         ...
 
@@ -89,15 +95,17 @@ class Trainer(Handle, Protocol):
 
 
 METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "generate": ((MicroBatch,), Rollout),
+    "encode": ((tuple[Prompt, ...],), Encoded),
+    "generate": ((MicroBatch, Encoded | None), Rollout),
     "score": ((Rollout,), Scored),
     "load": ((Publication,), LoadReport),
     "update": ((Rollout, tuple[float | None, ...]), UpdateReport),
-    "commit": ((int, tuple[int, ...]), CommitReport),
+    "commit": ((int, tuple[int, ...], float | None), CommitReport),
     "publish": ((int,), Publication),
     "switch": ((str,), None),
     "save": ((str,), dict[str, Any]),
     "restore": ((str,), int),
     "evaluate": ((EvaluationRequest,), EvaluationReport),
 }
-"""Argument types and result type of every method that crosses a process boundary."""
+"""Argument types and result type of every method that crosses a process boundary. A last argument may be absent where
+its type allows ``None``."""

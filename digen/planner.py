@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from digen.capacity import Capacity, Group, Layout, Need
 from digen.config import ScheduleConfig
-from digen.costs import arithmetic, trained_timesteps, update_factor
+from digen.costs import arithmetic, own_chunk, trained_timesteps, update_factor
 from digen.errors import ConfigError
 from digen.sched.admission import stale_limit
 from digen.twin import compare, simulate
@@ -307,7 +307,7 @@ class _Space:
         self._asked, self._gpus, self._keep = asked.schedule, gpus, keep
         self._capacity = Capacity(config)
         self._timesteps = trained_timesteps(config)
-        own = config.algorithm.tsp_chunk
+        own = own_chunk(config)
         self._own_chunk = self._timesteps if own == "all" else min(own, self._timesteps)
         self._sequential = 1 if update_factor(config, 1) is not None else self._own_chunk
         self._tags = (asked.schedule.resolved_tag,) if "schedule.tag" in keep else POLICIES

@@ -16,6 +16,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import structlog
 from digen.checkpoint import Checkpoints, completed
 from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
-from digen.diffusion import families, rewards
+from digen.diffusion import algorithms, families, rewards
 from digen.errors import ConfigError, DigenError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
 from digen.extras import require
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("digen")
 
-_ROLES = "digen.diffusion.roles"
+ROLES = "digen.diffusion.roles"
+"""Where the targets of the workers are."""
 _LOCK = "lock"
 
 
@@ -57,6 +59,8 @@ class Prepared:
     plan: Plan
     extras: tuple[str, ...]
     """Extras of ``digen-rl`` that the run needs."""
+    defer_divisor: bool = False
+    """Whether a divisor that all advantages of a step share may wait for its commit: the algorithm says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: names the field or file and the mend.
     """
     family = families.lookup(config.model.family)
-    reward = rewards.lookup(config.reward.name)
-    families.model_folder(config.model)
+    families.source(config.model)
     prompts = load_prompts(config.prompts, family.prompts, config.run.seed)
     plan = Plan(
         prompts.train,
@@ -96,10 +99,13 @@ def prepare(config: RunConfig) -> Prepared:
         shuffle=config.prompts.shuffle,
     )
     GroupAssembler(plan.step(0), config.algorithm.advantage)
+    settings = algorithms.check(config, plan.step(0))
     _check_metadata(prompts, family.metadata, config.model.family)
+    extras = (*family.extras, *rewards.check(config.reward, (*prompts.train, *prompts.held_out)))
+    extras += ("video",) * (config.evaluation.video == "mp4")
     _workers(config)
-    extras = (*family.extras, *([reward.extra] if reward.extra is not None else []))
-    return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)))
+    defer_divisor = settings is not None and settings.defers_divisor
+    return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
 
 
 def _check_metadata(prompts: PromptSet, keys: tuple[str, ...], family: str) -> None:
@@ -178,7 +184,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
         if progress:
-            count = config.num_generators + 1
+            count = config.num_generators + config.workers.scorers + 1
             print(f"starting {count} worker{'s' * (count > 1)}, logs in {folder / 'logs'}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
@@ -189,6 +195,14 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             raise
         values = _write_reports(folder)
     return RunReport(folder, outcome, steps, values)
+
+
+def _evaluations(prepared: Prepared, version: int) -> EvaluationRequest | None:
+    """What the weights of ``version`` are evaluated on during the run; the last ones may be evaluated after it."""
+    section, last = prepared.config.evaluation, version == prepared.config.run.num_steps
+    if not section.every or version % section.every or (last and section.at_end):
+        return None
+    return evaluation_request(prepared, prepared.config.folder / "samples" / f"evaluation_v{version:06d}.png")
 
 
 def _write_reports(folder: Path) -> dict[str, Any]:
@@ -221,12 +235,16 @@ async def _train(
         scheduler = Scheduler(
             plan,
             name=config.run.name,
-            generators=[pool[name] for name in _generator_names(config)],
+            generators=[pool[name] for name in _names("gen", config.num_generators)],
+            scorers=[pool[name] for name in _names("scorer", config.workers.scorers)],
             trainer=trainer,
             config=config.schedule,
             advantage=config.algorithm.advantage,
+            weights=config.reward.weights,
+            defer_divisor=prepared.defer_divisor,
             sinks=sinks,
             checkpointer=checkpoints,
+            evaluate=partial(_evaluations, prepared) if config.evaluation.every else None,
             start_step=start_step,
         )
         async with scheduler:
@@ -238,46 +256,61 @@ async def _train(
     return tuple(steps), scheduler.outcome
 
 
-def _generator_names(config: RunConfig) -> list[str]:
-    return [f"gen{number}" for number in range(config.num_generators)]
+def _names(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
 
 
 def _workers(config: RunConfig) -> list[ProcessWorker]:
-    workers, folder = config.workers, config.folder.resolve()
-    colocated = config.num_generators == 0
-    threads = (workers.colocated_threads or _num_cores()) if colocated else workers.threads
-    targets = {"trainer": f"{_ROLES}:{'ColocatedTarget' if colocated else 'TrainerTarget'}"}
-    targets |= dict.fromkeys(_generator_names(config), f"{_ROLES}:GeneratorTarget")
-    unknown = sorted(set(workers.gpus) - set(targets))
+    gpus, folder = config.workers.gpus, config.folder.resolve()
+    targets = {"trainer": f"{ROLES}:{'ColocatedTarget' if config.num_generators == 0 else 'TrainerTarget'}"}
+    targets |= dict.fromkeys(_names("gen", config.num_generators), f"{ROLES}:GeneratorTarget")
+    targets |= dict.fromkeys(_names("scorer", config.workers.scorers), f"{ROLES}:ScorerTarget")
+    unknown = sorted(set(gpus) - set(targets))
     if unknown:
         raise ConfigError(f"workers.gpus names {', '.join(unknown)}; the workers are {', '.join(sorted(targets))}")
-    without = [name for name in targets if not workers.gpus.get(name)]
+    without = [name for name in targets if not gpus.get(name)]
     if without and config.model.device.startswith("cuda"):
         raise ConfigError(f"model.device is {config.model.device}, but workers.gpus gives {', '.join(without)} no GPU")
     return [
-        ProcessWorker(
-            name,
-            target,
-            kwargs={"config": config.model_dump(mode="json"), "folder": str(folder)},
-            gpus=workers.gpus.get(name, ()),
-            threads=threads,
-            log_dir=folder / "logs",
-            checksums=workers.checksums,
-            start_timeout_s=workers.start_timeout_s,
-            stop_grace_s=workers.stop_grace_s,
-        )
+        process_worker(config, name, target, log_dir=folder / "logs", folder=str(folder))
         for name, target in targets.items()
     ]
 
 
-async def _evaluate(worker: Any, prepared: Prepared, sinks: Sequence[Sink], when: str) -> None:
+def process_worker(config: RunConfig, name: str, target: str, *, log_dir: Path | None, **kwargs: Any) -> ProcessWorker:
+    """A worker of a config by its name: with its GPUs, its threads, and the keys of the rewards where it scores.
+
+    The target is called with the config as plain data and with ``kwargs``.
+    """
+    workers = config.workers
+    colocated = config.num_generators == 0
+    return ProcessWorker(
+        name,
+        target,
+        kwargs={"config": config.model_dump(mode="json"), **kwargs},
+        gpus=workers.gpus.get(name, ()),
+        threads=(workers.colocated_threads or _num_cores()) if colocated else workers.threads,
+        env=None if target.endswith(":TrainerTarget") else rewards.secrets(config.reward),
+        log_dir=log_dir,
+        checksums=workers.checksums,
+        start_timeout_s=workers.start_timeout_s,
+        stop_grace_s=workers.stop_grace_s,
+    )
+
+
+def evaluation_request(prepared: Prepared, image: Path) -> EvaluationRequest:
+    """Samples of the config's held-out prompts, the same noise each time, with a grid of them at ``image``."""
     section = prepared.config.evaluation
-    request = EvaluationRequest(
+    return EvaluationRequest(
         seed=derive_seed(prepared.config.run.seed, "evaluation"),
         prompts=prepared.prompts.held_out[: section.num_prompts],
         samples_per_prompt=section.samples_per_prompt,
-        image_path=str(prepared.config.folder.resolve() / "samples" / f"evaluation_{when}.png"),
+        image_path=str(image.resolve()),
     )
+
+
+async def _evaluate(worker: Any, prepared: Prepared, sinks: Sequence[Sink], when: str) -> None:
+    request = evaluation_request(prepared, prepared.config.folder / "samples" / f"evaluation_{when}.png")
     report: EvaluationReport = await worker.evaluate(request)
     fan_out(sinks)(Evaluated(0.0, report.version, report.num_samples, report.metrics))
 

@@ -123,6 +123,14 @@ class Payload(Mapping[str, Any]):
         return f"Payload({sorted(self._mapping())})"
 
 
+class Encoded(Struct, frozen=True):
+    """What a text encoder made of prompts: it travels with the work, so that an assist needs no text encoder."""
+
+    prompts: tuple[Prompt, ...]
+    payload: Payload
+    """Arrays with one row per prompt."""
+
+
 class Rollout(Struct, frozen=True):
     """A generated micro-batch: its trajectories, as a handle."""
 
@@ -188,7 +196,7 @@ class EvaluationRequest(Struct, frozen=True):
     prompts: tuple[Prompt, ...]
     samples_per_prompt: int
     image_path: str | None = None
-    """Where to write a grid of the samples, or ``None``."""
+    """Where to write a grid of the samples, a PNG, or ``None``. Videos get the suffix of their format instead."""
 
 
 class EvaluationReport(Struct, frozen=True):

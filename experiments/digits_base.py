@@ -19,7 +19,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, __
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
-from digen.diffusion.families.digits import ENCODER_WEIGHTS, load
+from digen.config import ModelSection, SamplingSection
+from digen.diffusion.families.digits import ENCODER_WEIGHTS, Digits
 from digen.diffusion.rewards.classifier import Judge
 from digen.diffusion.sampler import sample_ode
 from digen.types import Prompt
@@ -34,7 +35,7 @@ def train(steps: int, seed: int) -> tuple[Any, torch.Tensor, float]:
     digits = load_digits()
     pixels = torch.tensor(digits.images / 8 - 1, dtype=torch.float32)[:, None]
     labels = torch.tensor(digits.target)
-    transformer: Any = SD3Transformer2DModel(  # type: ignore[no-untyped-call]  # diffusers has no types
+    transformer: Any = SD3Transformer2DModel(  # diffusers has no types
         sample_size=8,
         patch_size=2,
         in_channels=1,
@@ -75,7 +76,7 @@ def save(output: Path, transformer: Any, embedding: torch.Tensor) -> None:
     for name in ("transformer", "scheduler", "prompt_encoder"):
         shutil.rmtree(output / name, ignore_errors=True)
     transformer.save_pretrained(output / "transformer")
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # type: ignore[no-untyped-call]  # as above
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # as above
     scheduler.save_pretrained(output / "scheduler")
     encoder = output / "prompt_encoder"
     encoder.mkdir(parents=True)
@@ -97,10 +98,10 @@ def save(output: Path, transformer: Any, embedding: torch.Tensor) -> None:
 
 def accuracy(folder: Path, steps: int = 8, per_class: int = 100) -> float:
     """Class accuracy of ODE samples from the saved folder, by the judge."""
-    model = load(folder, device="cpu", dtype=torch.float32, shift=None)
+    model = Digits(model=ModelSection(path=folder), sampling=SamplingSection())
     prompts = [Prompt(f"the digit {n}", {"label": n}) for n in range(NUM_CLASSES) for _ in range(per_class)]
     start = torch.randn(len(prompts), *model.latent_shape, generator=torch.Generator().manual_seed(1))
-    latents = sample_ode(model, model.encode(prompts), model.sigmas(steps), start, unit=100)
+    latents = sample_ode(model, model.encode(prompts), model.schedule(steps), start, unit=100)
     return float(np.mean(Judge()(model.decode(latents), prompts)))
 
 

@@ -32,6 +32,7 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "modes": (["experiments/modes.py"], {}),
     "assist": (["experiments/assist.py"], {}),
     "scaling": (["experiments/scaling.py"], {}),
+    "staleness": (["experiments/staleness.py"], {}),
 }
 """Name: (arguments of the interpreter, environment)."""
 

@@ -108,7 +108,10 @@ def test_the_bounds_above_cover_what_they_should() -> None:
     assert expected <= set(OUTSIDE)
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in {"reward.kwargs", "workers.gpus"}])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FIELDS if name not in {"algorithm.options", "model.lora", "reward.kwargs", "workers.gpus"}],
+)
 def test_the_wrong_type_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}\b.*a mapping"):
         load_config(None, {name: {"this is": "a mapping"}})

@@ -19,6 +19,7 @@ from digen.events import (
     Evaluated,
     EventLog,
     GroupCompleted,
+    GroupDropped,
     MicroBatchSettled,
     Rewarded,
     RunFinished,
@@ -62,6 +63,7 @@ EVENTS: list[AnyEvent] = [
     GroupCompleted(
         time=1.5, step=0, uid="s0p0", reward_mean=0.5, reward_std=0.0, num_kept=2, num_micro_batches=1, versions=(0, 1)
     ),
+    GroupDropped(time=1.55, step=0, uid="s0p1", index=1, error="RewardError: no answer"),
     MicroBatchSettled(time=1.6, step=0, index=3, outcome="updated", version=0, staleness=0),
     StepCommitted(time=1.7, step=0, version=1, values={"reward/mean": 0.25}),
     CheckpointSaved(time=1.8, version=1, path="runs/a/1"),

@@ -50,7 +50,19 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     (
         tuple(
             f"digen.{name}"
-            for name in ("runner", "checkpoint", "planner", "planned", "capacity", "costs", "twin", "timeline", "cli")
+            for name in (
+                "runner",
+                "offline",
+                "presets",
+                "checkpoint",
+                "planner",
+                "planned",
+                "capacity",
+                "costs",
+                "twin",
+                "timeline",
+                "cli",
+            )
         ),
         (),
         ("torch", "ray"),

@@ -1,9 +1,10 @@
-"""The optimizer, its learning-rate schedule and the moving average of the weights."""
+"""The optimizer, its learning-rate schedule, and weights that are held beside the trained ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -45,8 +46,51 @@ def ema_decay(step: int, limit: float) -> float:
     return min((1 + step) / (10 + step), limit)
 
 
-class MovingAverage:
-    """An exponential moving average of named parameters, float32 or better.
+class WeightCopy:
+    """Values of named parameters beside their own, float32 or better.
+
+    Args:
+        parameters: what is copied.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.tensors = {
+            name: parameter.detach().to(compute_dtype(parameter.dtype), copy=True)
+            for name, parameter in parameters.items()
+        }
+        """The copies by parameter name."""
+
+    @torch.no_grad()
+    def blend(self, parameters: Mapping[str, Tensor], weight: float) -> None:
+        """Move by ``weight`` of the way to ``parameters``; 1 makes it their copy, exactly."""
+        for name, held in self.tensors.items():
+            held.lerp_(parameters[name].detach().to(held), weight)
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over ``tensors`` in place."""
+        for name, held in self.tensors.items():
+            held.copy_(tensors[name])
+
+    def like(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The copies in the parameters' own precision."""
+        return {name: self.tensors[name].to(parameter.dtype) for name, parameter in parameters.items()}
+
+    @contextmanager
+    def lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, ``parameters`` have these values. Gradients stay; afterwards all is as it was, bit for bit."""
+        own = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, tensor in self.like(parameters).items():
+                parameters[name].data = tensor
+            yield
+        finally:
+            for name, data in own.items():
+                parameters[name].data = data
+
+
+class MovingAverage(WeightCopy):
+    """An exponential moving average of named parameters.
 
     Args:
         parameters: where it starts.
@@ -55,19 +99,11 @@ class MovingAverage:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], decay: float, interval: int) -> None:
-        self.tensors = {
-            name: parameter.detach().to(compute_dtype(parameter.dtype), copy=True)
-            for name, parameter in parameters.items()
-        }
-        """The averages by parameter name."""
+        super().__init__(parameters)
         self._decay = decay
         self._interval = interval
 
-    @torch.no_grad()
     def update(self, parameters: Mapping[str, Tensor], step: int) -> None:
         """Take in the parameters after optimizer step ``step`` (from 0), if it is time."""
-        if (step + 1) % self._interval:
-            return
-        weight = 1 - ema_decay(step, self._decay)
-        for name, average in self.tensors.items():
-            average.lerp_(parameters[name].detach().to(average), weight)
+        if (step + 1) % self._interval == 0:
+            self.blend(parameters, 1 - ema_decay(step, self._decay))

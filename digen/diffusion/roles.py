@@ -8,11 +8,12 @@ behind a :class:`digen.InProcessWorker` or called directly. ``config`` is a :cla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -29,17 +30,20 @@ except ImportError as error:
 
 from digen.config import RunConfig
 from digen.diffusion import families
+from digen.diffusion.algorithms.base import build_algorithm
 from digen.diffusion.evaluate import evaluate
 from digen.diffusion.families.base import Conditioning, Family, Images
-from digen.diffusion.preview import Section, write_grid
-from digen.diffusion.rewards.compute import RewardFunction, build_callable, build_reward, compute_rewards
-from digen.diffusion.sampler import sample_sde
+from digen.diffusion.families.pipeline import Part
+from digen.diffusion.preview import Section, cells_of, write_grid
+from digen.diffusion.rewards.compute import Reward, RewardFunction, build_callable
 from digen.diffusion.seeds import INITIAL_NOISE
-from digen.diffusion.trajectories import Trajectories
+from digen.diffusion.state import load_weights
+from digen.diffusion.trajectories import Trajectories, conditioning_arrays
 from digen.diffusion.update import Learner
 from digen.diffusion.weights import load_publication, publication
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     LoadReport,
@@ -53,66 +57,99 @@ from digen.types import (
 )
 
 
-def build_family(config: RunConfig) -> Family:
-    """Load the family and model of a config, frozen in evaluation mode.
+def build_family(config: RunConfig, parts: frozenset[Part], *, keep_reference: bool = False) -> Family:
+    """Load the family of a config in evaluation mode: those ``parts`` of its model that are needed.
+
+    With ``keep_reference`` it can also be what it was before training: :meth:`Family.reference`.
 
     Raises:
         ConfigError: the family is unknown, or its folder is missing or is no model.
     """
-    info = families.lookup(config.model.family)
-    folder = families.model_folder(config.model)
-    dtype = getattr(torch, config.model.dtype)
-    module = import_module(info.module)
-    family: Family = module.load(folder, device=config.model.device, dtype=dtype, shift=config.sampling.shift)
+    module, _, name = families.lookup(config.model.family).target.partition(":")
+    family: Family = getattr(import_module(module), name)(
+        model=config.model, sampling=config.sampling, parts=parts, keep_reference=keep_reference
+    )
     return family
 
 
-class _Policy:
-    """A loaded family that draws trajectories."""
+class _Host:
+    """A loaded family."""
+
+    parts: ClassVar[frozenset[Part]] = frozenset({"denoise", "encode", "decode"})
+    """What it loads of the model."""
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         self._config = RunConfig.model_validate(config)
         self._folder = Path(folder) if folder is not None else None
-        self._family = build_family(self._config)
-        self._sigmas = self._family.sigmas(self._config.sampling.num_inference_steps)
+        self._family = self._load()
+
+    def _load(self) -> Family:
+        return build_family(self._config, self.parts)
+
+
+class _Policy(_Host):
+    """A family that draws trajectories."""
+
+    trains: ClassVar[bool] = False
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        self._schedule = self._family.schedule(self._config.sampling.num_inference_steps)
+        self._algorithm.check_schedule(self._schedule)
         self._encode = lru_cache(maxsize=256)(self._encode_one)
+
+    def _load(self) -> Family:
+        self._algorithm = build_algorithm(self._config)
+        reference = self.trains and self._algorithm.needs_reference
+        return build_family(self._config, self.parts, keep_reference=reference)
 
     @property
     def version(self) -> int:
         """Optimizer steps in the weights held now."""
         raise NotImplementedError
 
-    def generate(self, micro_batch: MicroBatch) -> Rollout:
-        """Draw every sample with the weights held now; touches no gradient, optimizer state or parameter.
+    def generate(self, micro_batch: MicroBatch, encoded: Encoded | None = None) -> Rollout:
+        """Draw every sample with the weights held now; leaves gradients, optimizer state and parameters as they are.
 
-        The payload is that of :class:`digen.diffusion.trajectories.Trajectories`.
+        The payload is that of :class:`digen.diffusion.trajectories.Trajectories`. Without ``encoded`` the prompts are
+        encoded here.
 
         Raises:
             NumericsError: a latent or log-probability is not finite.
+            ConfigError: without ``encoded``, on a worker that has no encoders.
         """
         version = self.version
         began = perf_counter()
-        rows = [self._encode(msgspec.json.encode(piece.prompt)) for piece, _ in micro_batch.samples()]
-        conditioning = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        encoded = perf_counter()
-        trajectories = sample_sde(
-            self._family,
-            micro_batch,
-            conditioning,
-            self._sigmas,
-            noise_level=self._config.sampling.noise_level,
-            unit=self._unit(micro_batch.num_samples),
-        )
+        conditioning = self._conditioning(micro_batch, encoded)
+        sampled = perf_counter()
+        with self._sampling_weights():
+            trajectories = self._algorithm.draw(
+                self._family, micro_batch, conditioning, self._schedule, unit=self._unit(micro_batch.num_samples)
+            )
         return Rollout(
             micro_batch=micro_batch,
             version=version,
             version_end=self.version,
             payload=Payload(trajectories.arrays()),
-            stats={"encode_s": encoded - began, "sample_s": perf_counter() - encoded},
+            stats={"encode_s": sampled - began, "sample_s": perf_counter() - sampled},
         )
+
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights of :attr:`version` that generators have."""
+        return nullcontext()
 
     def _unit(self, num_samples: int) -> int:
         return self._config.model.forward_batch or num_samples
+
+    def _conditioning(self, micro_batch: MicroBatch, encoded: Encoded | None) -> Conditioning:
+        """One row per sample."""
+        prompts = [piece.prompt for piece, _ in micro_batch.samples()]
+        if encoded is None:
+            rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
+            return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        order = [encoded.prompts.index(prompt) for prompt in prompts]
+        arrays = {name: torch.from_numpy(np.array(array)) for name, array in encoded.payload.items()}
+        return {name: tensor[order].to(self._family.device) for name, tensor in arrays.items()}
 
     def _encode_one(self, key: bytes) -> Conditioning:
         # One prompt at a time: an encoder is not batch invariant either.
@@ -120,17 +157,12 @@ class _Policy:
             return self._family.encode([msgspec.json.decode(key, type=Prompt)])
 
 
-class _Scorer(_Policy):
-    """A policy's host that also scores: the paper's colocated reward."""
-
-    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
-        super().__init__(config, folder)
-        self._reward = build_reward(self._config.reward)
+class _Rewarding(_Host):
+    """A host that decodes and scores."""
 
     @cached_property
-    def _judge(self) -> RewardFunction | None:
-        target = families.lookup(self._config.model.family).judge
-        return build_callable(target, {}) if target is not None else None
+    def _reward(self) -> Reward:
+        return Reward(self._config.reward)
 
     def score(self, rollout: Rollout) -> Scored:
         """Decode the last latents and reward them; every ``observe.preview_every`` steps also draw a picture.
@@ -149,27 +181,82 @@ class _Scorer(_Policy):
         decoded = perf_counter()
         prompts = [piece.prompt for piece, _ in micro_batch.samples()]
         names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
-        rewards = compute_rewards(self._config.reward.name, self._reward, images, prompts, names)
+        scores = self._reward.score(images, prompts, names)
         rewarded = perf_counter()
         every = self._config.observe.preview_every
         if self._folder is not None and every and micro_batch.step % every == 0:
-            _preview(self._folder / "samples", rollout, images, rewards)
+            self._preview(self._folder / "samples", rollout, images, scores.rewards)
         return Scored(
-            rewards=rewards,
+            rewards=scores.rewards,
+            heads=scores.heads,
             stats={"decode_s": decoded - began, "reward_s": rewarded - decoded, "preview_s": perf_counter() - rewarded},
         )
 
+    def _preview(self, folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
+        micro_batch = rollout.micro_batch
+        seeds = micro_batch.seeds(INITIAL_NOISE)
+        sections, row = [], 0
+        for piece in micro_batch.slices:
+            rows = slice(row, row + piece.count)
+            row += piece.count
+            header = (
+                f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
+                f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
+            )
+            sections.append(Section(header, cells_of(images[rows]), [f"{value:.3f}" for value in rewards[rows]]))
+        path = folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png"
+        section = self._config.evaluation
+        write_grid(path, sections, video=section.video, frames_per_second=section.frames_per_second)
+
+
+class ScorerTarget(_Rewarding):
+    """A scorer: decodes and rewards, so that no generator waits for a slow or a remote reward. Loads no denoiser.
+
+    Args and errors: as :class:`GeneratorTarget`.
+    """
+
+    parts = frozenset({"decode"})
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        _ = self._reward  # what is wrong with it shows before the run
+
+
+class _Scorer(_Rewarding, _Policy):
+    """A policy's host that also encodes and scores: the paper's colocated reward."""
+
+    def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
+        super().__init__(config, folder)
+        if not self._config.workers.scorers:
+            _ = self._reward  # what is wrong with it shows before the run; beside scorers only evaluation needs it
+
+    @cached_property
+    def _judge(self) -> RewardFunction | None:
+        target = families.lookup(self._config.model.family).judge
+        return build_callable(target, {}) if target is not None else None
+
+    def encode(self, prompts: Sequence[Prompt]) -> Encoded:
+        """Encode the prompts of a step, for every worker that generates for it."""
+        rows = [self._encode(msgspec.json.encode(prompt)) for prompt in prompts]
+        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return Encoded(tuple(prompts), Payload(conditioning_arrays(tensors)))
+
     def evaluate(self, request: EvaluationRequest) -> EvaluationReport:
         """ODE samples of the weights held now; see :func:`digen.diffusion.evaluate.evaluate`."""
-        return evaluate(
-            self._family,
-            request,
-            version=self.version,
-            sigmas=self._sigmas,
-            unit=self._unit(min(100, len(request.prompts) * request.samples_per_prompt)),
-            reward=(self._config.reward.name, self._reward),
-            judge=self._judge,
-        )
+        section, plan = self._config.evaluation, self._config.plan
+        num_steps = section.num_inference_steps or self._config.sampling.num_inference_steps
+        with self._sampling_weights():
+            return evaluate(
+                self._family,
+                request,
+                version=self.version,
+                schedule=self._family.schedule(num_steps),
+                solver=self._config.sampling.solver,
+                unit=self._unit(plan.micro_batch_size or plan.samples_per_prompt),
+                reward=self._reward,
+                judge=self._judge,
+                section=section,
+            )
 
 
 class GeneratorTarget(_Scorer):
@@ -203,11 +290,39 @@ class GeneratorTarget(_Scorer):
         return report
 
 
+class EvaluatorTarget(_Scorer):
+    """Evaluates the weights of a checkpoint, or of the model's folder, in a process of its own. Trains nothing.
+
+    Args:
+        config: a :class:`digen.RunConfig` as plain JSON data.
+        weights: the file of a checkpoint that holds them; ``None`` for the model's folder.
+        version: optimizer steps in them.
+
+    Raises:
+        ConfigError: model, family or reward cannot be built.
+        CheckpointError: the weights cannot be read, or are of another model.
+    """
+
+    def __init__(self, config: dict[str, Any], weights: str | None = None, version: int = 0) -> None:
+        super().__init__(config)
+        self._version = version
+        if weights is not None:
+            load_weights(Path(weights), self._family.parameters())
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps in the weights."""
+        return self._version
+
+
 class TrainerTarget(_Policy):
-    """A trainer; its ``generate`` makes it eligible for assists.
+    """A trainer; its ``generate`` makes it eligible for assists. It has neither text encoders nor VAE.
 
     Args and errors: as :class:`GeneratorTarget`.
     """
+
+    parts = frozenset({"denoise"})
+    trains = True
 
     def __init__(self, config: dict[str, Any], folder: str | None = None) -> None:
         super().__init__(config, folder)
@@ -228,15 +343,18 @@ class TrainerTarget(_Policy):
         trajectories = Trajectories.from_arrays(rollout.payload)
         return self._learner.update(rollout.micro_batch, rollout.version, trajectories, advantages)
 
-    def commit(self, step: int, indices: Sequence[int]) -> CommitReport:
+    def commit(self, step: int, indices: Sequence[int], scale: float | None = None) -> CommitReport:
         """Step the optimizer; see :meth:`digen.diffusion.update.Learner.commit`."""
-        return self._learner.commit(step, indices)
+        return self._learner.commit(step, indices, scale)
 
     def publish(self, version: int) -> Publication:
         """A copy of the weights of ``version``, which must be the current one."""
         if version != self.version:
             raise InvariantViolation(f"asked to publish version {version}, but the trainer holds {self.version}")
-        return publication(version, self._family.parameters())
+        return publication(version, self._learner.published_parameters())
+
+    def _sampling_weights(self) -> AbstractContextManager[None]:
+        return self._learner.sampling_weights()
 
     def switch(self, to: str) -> None:
         """Begin (``"generate"``) or end (``"train"``) an assist.
@@ -258,19 +376,6 @@ class TrainerTarget(_Policy):
 
 
 class ColocatedTarget(_Scorer, TrainerTarget):
-    """Every stage in one process: a trainer that also scores and evaluates."""
+    """Every stage in one process: a trainer that also encodes, scores and evaluates."""
 
-
-def _preview(folder: Path, rollout: Rollout, images: Images, rewards: Sequence[float]) -> None:
-    micro_batch = rollout.micro_batch
-    seeds = micro_batch.seeds(INITIAL_NOISE)
-    sections, row = [], 0
-    for piece in micro_batch.slices:
-        rows = slice(row, row + piece.count)
-        row += piece.count
-        header = (
-            f"{piece.prompt.text}   group {piece.uid}   samples {piece.start} to {piece.start + piece.count - 1}",
-            f"version {rollout.version}   run seed {micro_batch.run_seed}   first noise seed {seeds[rows.start]}",
-        )
-        sections.append(Section(header, images[rows], [f"{value:.3f}" for value in rewards[rows]]))
-    write_grid(folder / f"step{micro_batch.step:06d}_mb{micro_batch.index:03d}.png", sections)
+    parts = frozenset({"denoise", "encode", "decode"})

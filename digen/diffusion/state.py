@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -53,6 +54,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"checkpoint file {path} does not hold an object; use an earlier checkpoint")
     return values
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Check that the tensors of a file have the names and shapes of ``wanted``.
+
+    Raises:
+        CheckpointError: they are of another model.
+    """
+    wrong = sorted(found.keys() ^ wanted.keys()) or [n for n in wanted if found[n].shape != wanted[n].shape]
+    if wrong:
+        raise CheckpointError(f"{path} is of another model: {len(wrong)} tensors differ, first {wrong[0]!r}")
+
+
+@torch.no_grad()
+def load_weights(path: Path, parameters: Mapping[str, Tensor]) -> None:
+    """Copy the weights in a checkpoint's file into the parameters, in place and in their precision.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is of another model; nothing was copied then.
+    """
+    weights = read_tensors(path)
+    check_tensors(path, weights, parameters)
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 def _sync(path: Path) -> str:

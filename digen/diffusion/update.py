@@ -1,8 +1,8 @@
 """The learner: one gradient transaction per step, the optimizer step, and their state on disk.
 
-Every update adds the *unnormalised* gradient of its (sample, timestep) terms; the commit divides once by their number
-Z over the whole step. So neither the order of the micro-batches, nor the timesteps in one forward (TSP, paper 3.2.2),
-nor best-of-N changes the gradient.
+Every update adds the *unnormalised* gradient of its (item, timestep) terms; the commit divides once by their number
+Z over the whole step. So neither the order of the micro-batches, nor the terms in one forward (TSP, paper 3.2.2), nor
+best-of-N changes the gradient.
 """
 
 from __future__ import annotations
@@ -10,41 +10,49 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from digen.checkpoint import WEIGHT_FILES
 from digen.config import RunConfig
+from digen.diffusion.algorithms.base import Batch, Forward, build_algorithm
+from digen.diffusion.chunks import ForwardSize, ForwardSizes
 from digen.diffusion.families.base import Family
-from digen.diffusion.losses import PolicyMetrics, clipped_policy_loss
-from digen.diffusion.optim import MovingAverage, build_optimizer, learning_rate
-from digen.diffusion.schedule import trained_steps
-from digen.diffusion.sde import flow_sde
-from digen.diffusion.state import read_json, read_tensors, write_json, write_tensors
+from digen.diffusion.optim import MovingAverage, WeightCopy, build_optimizer, learning_rate
+from digen.diffusion.state import check_tensors, read_json, read_tensors, write_json, write_tensors
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.units import padded_units
 from digen.errors import CheckpointError, InvariantViolation, NumericsError, StalenessViolation, StepFailed
 from digen.types import CommitReport, MicroBatch, UpdateReport
 
-_WEIGHTS, _OPTIMIZER, _EMA, _STATE = "weights.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json"
+_WEIGHTS, _EMA = WEIGHT_FILES["raw"], WEIGHT_FILES["ema"]
+_OPTIMIZER, _ALGORITHM, _STATE = "optimizer.safetensors", "algorithm.safetensors", "state.json"
 
 
 class Learner:
-    """Trains a family with Flow-GRPO.
+    """Trains a family with the algorithm of a config.
 
     Args:
         family: its parameters are trained in place.
-        config: algorithm, optimizer, noise level, forward size and window are read from it.
+        config: algorithm, optimizer, forward size and window are read from it.
+
+    Raises:
+        ConfigError: the algorithm is unknown or does not take its options.
     """
 
     def __init__(self, family: Family, config: RunConfig) -> None:
         self.version = 0
         """Optimizer steps taken."""
+        self.algorithm = build_algorithm(config)
+        """What is minimised."""
         self._family = family
         self._config = config
         self._parameters = family.parameters()
+        self.algorithm.begin(self._parameters)
         section = config.optimizer
         self._optimizer = build_optimizer(list(self._parameters.values()), section)
         self._average = (
@@ -55,7 +63,16 @@ class Learner:
         self._step: int | None = None
         self._num_terms: dict[int, int] = {}
         self._old_log_probs: str | None = None  # decided by the start-up check
+        self._forwards = ForwardSizes(config.algorithm.tsp_chunk, self._optimizer)
         self._parked: dict[str, Tensor] | None = None
+
+    def published_parameters(self) -> Mapping[str, Tensor]:
+        """What generators are to sample with."""
+        return self.algorithm.published_parameters(self._parameters)
+
+    def sampling_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that generators have; for an assist, and for evaluation."""
+        return self.algorithm.sampling_weights(self._parameters)
 
     # The gradient transaction
 
@@ -78,35 +95,31 @@ class Learner:
         An error while gradients are being added voids the transaction: nothing of it can be committed.
         """
         self._check_update(micro_batch, version, trajectories, advantages)
-        names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
-        batch = _Batch(
-            trajectories=trajectories,
-            names=names,
-            rows=[row for row, advantage in enumerate(advantages) if advantage is not None],
-            advantages=_advantages(advantages, names).to(trajectories.latents.dtype),
-            unit=self._config.model.forward_batch or micro_batch.num_samples,
-        )
+        batch = self._batch(micro_batch, trajectories, advantages)
         self._step = micro_batch.step
         metrics = {}
         try:
-            fresh = version == self.version
-            if fresh and batch.rows and self._old_log_probs is None:
-                metrics["ratio/floor"] = self._start_up_check(batch)
-            recompute = fresh and self._old_log_probs == "recompute"
-            metrics |= self._accumulate(batch, recompute=recompute)
+            if batch.items:
+                size = self._fit(batch)
+                fresh, tolerance = version == self.version, self.algorithm.tolerance()
+                if fresh and self._old_log_probs is None and tolerance is not None:
+                    metrics["ratio/floor"] = self._start_up_check(batch, size, *tolerance)
+                recompute = fresh and self._old_log_probs == "recompute"
+                metrics |= self._accumulate(replace(batch, recompute=recompute), size)
         except BaseException:
             self._abandon()
             raise
-        num_terms = len(batch.rows) * self._trained_steps(trajectories)
+        num_terms = sum(map(len, batch.steps))
         self._num_terms[micro_batch.index] = num_terms
         return UpdateReport(step=micro_batch.step, index=micro_batch.index, num_terms=num_terms, metrics=metrics)
 
-    def commit(self, step: int, indices: Sequence[int]) -> CommitReport:
+    def commit(self, step: int, indices: Sequence[int], scale: float | None = None) -> CommitReport:
         """Divide the accumulated gradient by its number of terms, clip it, and step the optimizer.
 
         Args:
             step: the open step.
             indices: the micro-batches that the transaction must consist of, in any order.
+            scale: what the gradient is multiplied by, where a divisor that all advantages share was left out of them.
 
         Raises:
             InvariantViolation: the transaction is of another step or consists of other micro-batches.
@@ -117,6 +130,8 @@ class Learner:
         num_terms = sum(self._num_terms.values())
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         torch._foreach_div_(gradients, num_terms)
+        if scale is not None:
+            torch._foreach_mul_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         if not bool(torch.isfinite(norm)):
             self._abandon()
@@ -134,6 +149,7 @@ class Learner:
         if self._average is not None:
             self._average.update(self._parameters, self.version)
         self.version += 1
+        self.algorithm.committed(self.version, self._parameters)
         self._abandon()
         return CommitReport(version=self.version, num_terms=num_terms, metrics={"grad_norm": float(norm), "lr": rate})
 
@@ -180,36 +196,70 @@ class Learner:
         self._num_terms.clear()
         self._step = None
 
-    # Log-probabilities and gradients
+    # Forwards and gradients
 
-    def _trained_steps(self, trajectories: Trajectories) -> int:
-        return trained_steps(trajectories.num_steps, self._config.algorithm.timestep_fraction)
+    def _batch(self, micro_batch: MicroBatch, trajectories: Trajectories, advantages: Sequence[float | None]) -> Batch:
+        names = [f"{piece.uid}/{sample}" for piece, sample in micro_batch.samples()]
+        values = _advantages(advantages, names).to(trajectories.latents.dtype)
+        rows = [row for row, advantage in enumerate(advantages) if advantage is not None]
+        items = self.algorithm.items(micro_batch, rows, advantages)
+        return Batch(
+            micro_batch=micro_batch,
+            trajectories=trajectories,
+            names=names,
+            advantages=values,
+            items=items,
+            steps=self.algorithm.trained_steps(micro_batch, items, trajectories.num_steps),
+            recompute=False,
+        )
 
-    def _accumulate(self, batch: _Batch, *, recompute: bool) -> dict[str, float]:
-        algorithm = self._config.algorithm
-        metrics = PolicyMetrics(algorithm.clip_range)
-        for terms in self._forwards(batch):
-            old = terms.log_prob.detach() if recompute else terms.behaviour
-            loss = clipped_policy_loss(
-                terms.log_prob,
-                old,
-                terms.advantage,
-                clip_range=algorithm.clip_range,
-                advantage_clip=algorithm.advantage_clip,
-            )
-            terms.check_finite(loss, "policy loss")
-            loss.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-            metrics.add(loss, terms.log_prob, old, terms.behaviour)
-        return metrics.values()
+    def _cut(self, batch: Batch, size: ForwardSize) -> Iterator[tuple[Forward, int, int]]:
+        """Forwards of one size (TSP, 3.2.2), each with its number of real items and of real terms of each."""
+        for places, num_items in padded_units(range(len(batch.items)), size.items):
+            for numbers, num_terms in padded_units(range(len(batch.steps[0])), size.steps):
+                forward = Forward(
+                    batch=batch,
+                    items=[batch.items[place] for place in places],
+                    steps=[[batch.steps[place][number] for number in numbers] for place in places],
+                    numbers=numbers,
+                )
+                yield forward, num_items, num_terms
+
+    def _fit(self, batch: Batch) -> ForwardSize:
+        unit = self._config.model.forward_batch or batch.micro_batch.num_samples
+        whole = ForwardSize(self.algorithm.items_per_forward(unit, batch.micro_batch), len(batch.steps[0]))
+
+        def attempt(size: ForwardSize) -> None:
+            forward, _, _ = next(self._cut(batch, size))
+            losses = self.algorithm.losses(self._family, forward)
+            losses.loss.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+        return self._forwards.fit(whole, attempt)
+
+    def _accumulate(self, batch: Batch, size: ForwardSize) -> dict[str, float]:
+        values: dict[str, list[Tensor]] = {}
+        for forward, num_items, num_terms in self._cut(batch, size):
+            losses = self.algorithm.losses(self._family, forward)
+            forward.check_finite(losses.loss, "loss")
+            losses.loss[:num_items, :num_terms].sum().backward()  # type: ignore[no-untyped-call]  # as above
+            for name, metric in losses.metrics.items():
+                values.setdefault(name, []).append(metric[:num_items, :num_terms].flatten())
+        metrics = {"tsp/items": float(size.items), "tsp/timesteps": float(size.steps)}
+        for name, parts in values.items():
+            joined = torch.cat(parts)
+            metrics[name] = float(joined.max() if name.endswith("max") else joined.mean())
+        return metrics
 
     @torch.no_grad()
-    def _start_up_check(self, batch: _Batch) -> float:
+    def _start_up_check(self, batch: Batch, size: ForwardSize, field: str, tolerance: float) -> float:
         """Replay a fresh micro-batch, and decide where fresh samples' old log-probabilities come from."""
-        floor = max(float((terms.log_prob - terms.behaviour).abs().max()) for terms in self._forwards(batch))
-        algorithm = self._config.algorithm
-        limit = algorithm.clip_range / 3
+        floor = max(
+            float(self.algorithm.drift(self._family, forward).max()) for forward, _, _ in self._cut(batch, size)
+        )
+        limit = tolerance / 3
         stale_possible = self._config.schedule.resolved_window > 1
-        if floor > limit and (stale_possible or algorithm.old_logprobs == "behaviour"):
+        choice = self._config.algorithm.old_logprobs
+        if floor > limit and (stale_possible or choice == "behaviour"):
             why = (
                 "stale samples need the log-probabilities of the generator"
                 if stale_possible
@@ -217,54 +267,11 @@ class Learner:
             )
             raise NumericsError(
                 f"replayed log-probabilities differ from the generator's by up to {floor:.3g}, more than a third of "
-                f"algorithm.clip_range ({limit:.3g}), and {why}; raise the clip range, use the same dtype and "
+                f"{field} ({limit:.3g}), and {why}; raise it, use the same dtype and "
                 "forward_batch with tsp_chunk=1, or set schedule.window=1 and old_logprobs=auto"
             )
-        self._old_log_probs = "recompute" if algorithm.old_logprobs == "recompute" or floor > limit else "behaviour"
+        self._old_log_probs = "recompute" if choice == "recompute" or floor > limit else "behaviour"
         return floor
-
-    def _forwards(self, batch: _Batch) -> Iterator[_Terms]:
-        """Log-probabilities of every (kept row, trained step), one fixed-size forward at a time (TSP, 3.2.2)."""
-        num_steps = self._trained_steps(batch.trajectories)
-        chunk = self._config.algorithm.tsp_chunk
-        device = self._family.device
-        for rows, real_rows in padded_units(batch.rows, batch.unit):
-            for steps, real_steps in padded_units(range(num_steps), num_steps if chunk == "all" else chunk):
-                log_prob = self._log_prob(batch.trajectories, rows, steps)[:real_rows, :real_steps]
-                rows_kept, steps_kept = rows[:real_rows], steps[:real_steps]
-                terms = _Terms(
-                    log_prob=log_prob,
-                    behaviour=batch.trajectories.log_probs[rows_kept][:, steps_kept].to(device),
-                    advantage=batch.advantages[rows_kept][:, None].to(device),
-                    names=[batch.names[row] for row in rows_kept],
-                    steps=steps_kept,
-                )
-                terms.check_finite(log_prob, "log-probability")
-                terms.check_finite(terms.behaviour, "recorded log-probability")
-                yield terms
-
-    def _log_prob(self, trajectories: Trajectories, rows: list[int], steps: list[int]) -> Tensor:
-        """``(len(rows), len(steps))`` log-probabilities from one forward of all pairs."""
-        device = self._family.device
-        chains = trajectories.latents[rows]
-        following = [step + 1 for step in steps]
-        latents = chains[:, steps].flatten(0, 1).to(device)
-        targets = chains[:, following].flatten(0, 1).to(device)
-        sigmas = trajectories.sigmas.to(device)
-        sigma, sigma_next = sigmas[steps].repeat(len(rows)), sigmas[following].repeat(len(rows))
-        conditioning = {
-            name: tensor[rows].repeat_interleave(len(steps), dim=0).to(device)
-            for name, tensor in trajectories.conditioning.items()
-        }
-        transition = flow_sde(
-            latents,
-            self._family.velocity(latents, sigma, conditioning),
-            sigma,
-            sigma_next,
-            second_sigma=sigmas[1],
-            noise_level=self._config.sampling.noise_level,
-        )
-        return transition.log_prob(targets).reshape(len(rows), len(steps))
 
     # Assists
 
@@ -303,14 +310,20 @@ class Learner:
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
+        state = {"version": self.version, "old_log_probs": self._old_log_probs, "forwards": self._forwards.state()}
         hashes = {
             _WEIGHTS: write_tensors(folder / _WEIGHTS, self._parameters),
             _OPTIMIZER: write_tensors(folder / _OPTIMIZER, optimizer),
-            _STATE: write_json(folder / _STATE, {"version": self.version, "old_log_probs": self._old_log_probs}),
+            _STATE: write_json(folder / _STATE, state),
         }
-        if self._average is not None:
-            hashes[_EMA] = write_tensors(folder / _EMA, self._average.tensors)
+        for name, held in self._held().items():
+            hashes[name] = write_tensors(folder / name, held.tensors)
         return hashes
+
+    def _held(self) -> dict[str, WeightCopy]:
+        """Weights beside the trained ones, by file name."""
+        found = {_EMA: self._average, _ALGORITHM: self.algorithm.held()}
+        return {name: held for name, held in found.items() if held is not None}
 
     @torch.no_grad()
     def restore(self, folder: Path) -> int:
@@ -322,12 +335,11 @@ class Learner:
         state = read_json(folder / _STATE)
         weights = read_tensors(folder / _WEIGHTS)
         optimizer = read_tensors(folder / _OPTIMIZER)
-        _check_tensors(folder / _WEIGHTS, weights, self._parameters)
-        if self._average is not None:
-            average = read_tensors(folder / _EMA)
-            _check_tensors(folder / _EMA, average, self._average.tensors)
-            for name, tensor in self._average.tensors.items():
-                tensor.copy_(average[name])
+        check_tensors(folder / _WEIGHTS, weights, self._parameters)
+        held = {name: read_tensors(folder / name) for name in self._held()}
+        for file, copies in self._held().items():
+            check_tensors(folder / file, held[file], copies.tensors)
+            copies.copy(held[file])
         self._abandon()
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
@@ -341,38 +353,8 @@ class Learner:
             self._optimizer.state[parameter][slot] = tensor if slot == "step" else tensor.to(parameter.device)
         self.version = int(state["version"])
         self._old_log_probs = state["old_log_probs"]
+        self._forwards.restore(state["forwards"])
         return self.version
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A micro-batch as the forwards see it."""
-
-    trajectories: Trajectories
-    names: list[str]
-    rows: list[int]
-    advantages: Tensor
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """The real (row, step) pairs of one forward; all tensors are (rows, steps) or broadcast to it."""
-
-    log_prob: Tensor
-    behaviour: Tensor
-    advantage: Tensor
-    names: list[str]
-    steps: list[int]
-
-    def check_finite(self, values: Tensor, what: str) -> None:
-        finite = torch.isfinite(values)
-        if not bool(finite.all()):
-            row, step = (int(i) for i in (~finite).nonzero()[0])
-            raise NumericsError(
-                f"the {what} of sample {self.names[row]} at denoising step {self.steps[step]} is not finite; "
-                "the policy has diverged: lower optimizer.lr, or go back to an earlier checkpoint"
-            )
 
 
 def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Tensor:
@@ -380,9 +362,3 @@ def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Ten
         if advantage is not None and not math.isfinite(advantage):
             raise NumericsError(f"the advantage of sample {name} is {advantage}")
     return torch.tensor([0.0 if advantage is None else advantage for advantage in advantages], dtype=torch.float64)
-
-
-def _check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    wrong = sorted(found.keys() ^ wanted.keys()) or [n for n in wanted if found[n].shape != wanted[n].shape]
-    if wrong:
-        raise CheckpointError(f"{path} is of another model: {len(wrong)} tensors differ, first {wrong[0]!r}")

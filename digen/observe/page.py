@@ -25,7 +25,13 @@ MAX_IMAGE_BYTES = 8 * 1024 * 1024
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What the page may do: nothing but show itself."""
 
-_KINDS = ("generate", "assist", "score", "update", "commit", "publish", "load", "switch", "checkpoint")
+_PICTURES = {"png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF89a"}
+"""What a page embeds, by how it begins."""
+
+_KINDS = (
+    *("encode", "generate", "assist", "score", "update", "commit", "publish", "load", "switch", "checkpoint"),
+    "evaluate",
+)
 
 _COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -233,11 +239,12 @@ def _samples(images: Sequence[Path]) -> str:
         if path in embedded or path.is_symlink() or not path.is_file() or path.stat().st_size > room:
             continue
         data = path.read_bytes()
-        if data.startswith(b"\x89PNG\r\n\x1a\n"):
-            room -= len(data)
-            embedded[path] = base64.b64encode(data).decode()
+        for kind, magic in _PICTURES.items():
+            if data.startswith(magic):
+                room -= len(data)
+                embedded[path] = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     figures = "".join(
-        f'<figure><img alt="Samples {escape_html(path.stem)}" src="data:image/png;base64,{embedded[path]}">'
+        f'<figure><img alt="Samples {escape_html(path.stem)}" src="{embedded[path]}">'
         f"<figcaption>{escape_html(path.stem)}</figcaption></figure>"
         for path in images
         if path in embedded

@@ -78,7 +78,7 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
 
 
 def write_report(folder: Path) -> dict[str, Any]:
-    """Read a run's ``events.jsonl``, ``config.yaml`` and ``samples/*.png``; write the reports.
+    """Read a run's ``events.jsonl``, ``config.yaml`` and its pictures (``samples/*.png`` and ``*.gif``); write reports.
 
     They are ``report.json`` (also returned), ``report.html``, one page that loads nothing from anywhere, and
     ``reward.svg``, its reward curve.
@@ -92,7 +92,7 @@ def write_report(folder: Path) -> dict[str, Any]:
     report = build_report(read_events(folder / "events.jsonl"))
     config = folder / "config.yaml"
     config_text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    images = sorted((folder / "samples").glob("*.png"))
+    images = sorted(path for kind in ("png", "gif") for path in (folder / "samples").glob(f"*.{kind}"))
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(render(report, config_text, images), encoding="utf-8")
     (folder / "reward.svg").write_text(reward_plot(report), encoding="utf-8")

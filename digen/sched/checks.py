@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from digen.errors import ConfigError
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
     from digen.plan import Plan
 
 
-def needed_methods(role: Role, *, scorers: bool) -> list[str]:
+def needed_methods(role: Role, *, scorers: bool, evaluate: bool) -> list[str]:
     """Methods that a generator or scorer must have."""
     if role == "scorer":
         return ["score"]
-    return ["generate", "load"] if scorers else ["generate", "load", "score"]
+    return ["generate", "load", *["score"] * (not scorers), *["evaluate"] * evaluate]
 
 
-def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any], *, start_step: int) -> None:
+def check_handles(
+    trainer: Any, generators: Sequence[Any], scorers: Sequence[Any], *, start_step: int, evaluate: bool
+) -> None:
     """Check that the handles have the methods that their roles need.
 
     Raises:
@@ -33,9 +36,9 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
     if generators:
         needs += [(trainer, ["publish"])]
     else:
-        needs += [(trainer, ["generate"] if scorers else ["generate", "score"])]
-    needs += [(handle, needed_methods("generator", scorers=bool(scorers))) for handle in generators]
-    needs += [(handle, needed_methods("scorer", scorers=True)) for handle in scorers]
+        needs += [(trainer, ["generate", *["score"] * (not scorers), *["evaluate"] * evaluate])]
+    needs += [(handle, needed_methods("generator", scorers=bool(scorers), evaluate=evaluate)) for handle in generators]
+    needs += [(handle, needed_methods("scorer", scorers=True, evaluate=evaluate)) for handle in scorers]
     for handle, methods in needs:
         for method in methods:
             if not hasattr(handle, method):
@@ -43,6 +46,11 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
                     f"worker {handle.name!r} has no method {method!r}; without scorers every generator must score, "
                     "and without generators the trainer must generate and score"
                 )
+    without = [handle.name for handle in generators if not hasattr(handle, "encode")]
+    if 0 < len(without) < len(generators):
+        raise ConfigError(
+            f"generators {', '.join(without)} have no method 'encode' but others do; all of them must, or none"
+        )
     version = getattr(trainer, "version", start_step)
     if version != start_step:
         raise ConfigError(
@@ -51,7 +59,7 @@ def check_handles(trainer: Any, generators: Sequence[Any], scorers: Sequence[Any
         )
 
 
-def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any) -> Rules:
+def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any, generators: Sequence[Any]) -> Rules:
     """The numbers that Algorithm 1 compares with; warns of those that do not do what they seem to."""
     limit = stale_limit(config.resolved_stale_fraction, plan.num_micro_batches) if config.resolved_window > 1 else 0
     if config.resolved_window > 1 and limit == 0:
@@ -71,9 +79,11 @@ def rules_from(config: ScheduleConfig, plan: Plan, policy: Policy, trainer: Any)
         hold=config.sync == "hold",
         index_order=config.update_order == "index",
         max_generating=config.max_generating,
+        max_dropped=Decimal(config.max_dropped_groups),
         assists=hasattr(trainer, "generate") and policy.name != "never",
         switches=hasattr(trainer, "switch"),
         lazy_switch=config.lazy_switch,
+        encodes=any(hasattr(handle, "encode") for handle in generators),
     )
 
 

@@ -24,7 +24,7 @@ from digen.events import (
     WorkerLeft,
 )
 
-_WHOLE_STEP = {"load", "switch", "commit", "publish", "checkpoint"}
+_WHOLE_STEP = {"encode", "load", "switch", "commit", "publish", "checkpoint", "evaluate"}
 
 
 def check(events: Iterable[AnyEvent]) -> InvariantChecker:
@@ -47,7 +47,8 @@ class InvariantChecker:
     worker's when its generation starts and does not change during it; staleness is within [0, W) at dispatch and at
     consumption, and a step's stale micro-batches within their limit; no load while the worker generates; updates are of
     the current step, in index order if so configured; no commit before all B have settled; a generator never starts
-    to generate while scores wait for it; tasks started = finished + failed + running.
+    to generate while scores wait for it; an evaluation is of the version that its worker holds; tasks started =
+    finished + failed + running.
     """
 
     def __init__(self) -> None:
@@ -159,6 +160,8 @@ class InvariantChecker:
             case "load":
                 self._require(event.version in self._published, "loads a version that was not published")
                 self._require(event.version != self._versions[worker], "loads the version it holds")
+            case "evaluate":
+                self._require(event.version == self._versions[worker], "evaluates a version that it does not hold")
             case _:
                 pass
 
@@ -202,6 +205,8 @@ class InvariantChecker:
         self._require(started is not None and started.task == event.task, "ends a task that does not run there")
         if isinstance(event, TaskFailed):
             self.num_failed += 1
+            if event.kind == "score":  # its groups are dropped, or the run ends
+                self._stage[event.step, event.index] = "scored"
             return
         self.num_finished += 1
         assert started is not None  # noqa: S101 - required above

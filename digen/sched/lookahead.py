@@ -32,8 +32,8 @@ MAX_NODES = 500
 """Moves that one decision may simulate, a quarter of it where there are several generators: their moves take four times
 as long. That is up to ten milliseconds for 128 micro-batches; beyond it the best plan so far is used."""
 
-_KINDS: dict[TaskKind, int] = {"generate": GENERATE, "score": SCORE, "load": LOAD}
-"""What generators do, in the model's terms."""
+_KINDS: dict[TaskKind, int] = {"generate": GENERATE, "score": SCORE, "load": LOAD, "encode": LOAD, "evaluate": LOAD}
+"""What generators do, in the model's terms: who encodes or evaluates is busy for a while, as with a load."""
 
 NUM_REMEMBERED = 1024
 """Situations whose answer a policy remembers."""

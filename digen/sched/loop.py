@@ -23,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -59,7 +60,7 @@ from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, sele
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
 from digen.sched.tag import Decision, Durations, Policy, StaleStart, policy_from
-from digen.types import Payload, Publication, StepReport
+from digen.types import EvaluationRequest, Payload, Publication, StepReport
 
 if TYPE_CHECKING:
     from digen.config import AdvantageSection, ScheduleConfig
@@ -89,11 +90,16 @@ class Scheduler:
         scorers: handles that only score; with any, generators never score.
         config: how to schedule; default :class:`digen.ScheduleConfig`.
         advantage: how rewards become advantages; default per prompt.
+        weights: of the reward's heads by name, where ``advantage`` combines them.
+        defer_divisor: hand out advantages without a divisor of the whole step, and give it to the trainer's commit as
+            a third argument. Exact where the loss is homogeneous in the advantage and does not clamp it.
         policy: a TAG policy of your own, in place of ``config.tag``.
         sinks: called with every event, in order, and must not block.
         on_commit: called with every StepReport as it is made; must not block.
         on_publish: called with every Publication; must not block.
         checkpointer: when and how to save.
+        evaluate: asked after every commit what its version is to be evaluated on, by a generator that holds it; with
+            ``None`` it is not.
         profile: durations that are known already, for policies that compute with them.
         start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
 
@@ -111,18 +117,26 @@ class Scheduler:
         scorers: Sequence[Scorer] = (),
         config: ScheduleConfig | None = None,
         advantage: AdvantageSection | None = None,
+        weights: Mapping[str, float] | None = None,
+        defer_divisor: bool = False,
         policy: Policy | None = None,
         sinks: Iterable[Sink] = (),
         on_commit: Callable[[StepReport], None] | None = None,
         on_publish: Callable[[Publication], None] | None = None,
         checkpointer: Checkpointer | None = None,
+        evaluate: Callable[[int], EvaluationRequest | None] | None = None,
         profile: Profile | None = None,
         start_step: int = 0,
     ) -> None:
         from digen.config import AdvantageSection, ScheduleConfig
 
         self._config = config if config is not None else ScheduleConfig()
-        self._advantage = advantage if advantage is not None else AdvantageSection()
+        self._assemble = partial(
+            GroupAssembler,
+            advantage=advantage if advantage is not None else AdvantageSection(),
+            weights=weights,
+            defer_divisor=defer_divisor,
+        )
         self._plan = plan
         self._name = name
         self._handles: dict[Worker, Any] = {}
@@ -135,7 +149,7 @@ class Scheduler:
         if not 0 <= start_step <= plan.num_steps:
             raise ConfigError(f"start_step={start_step} is outside the plan's steps, 0 to {plan.num_steps}")
         if start_step < plan.num_steps:
-            GroupAssembler(plan.step(start_step), self._advantage)
+            self._assemble(plan.step(start_step))
         self._policy = policy if policy is not None else policy_from(self._config.resolved_tag)
         self._gate = self._ask_gate if self._policy.gate is not None else None
         self._story = Story()
@@ -144,6 +158,7 @@ class Scheduler:
         self._on_commit = on_commit
         self._on_publish = on_publish
         self._checkpointer = checkpointer
+        self._evaluate = evaluate
         self._start_step = start_step
         self._profile = profile if profile is not None else Profile()
         self._lanes: dict[str, Lane] = {}
@@ -209,9 +224,13 @@ class Scheduler:
             raise ConfigError("enter the scheduler first: async with Scheduler(...) as scheduler")
 
     def drain(self) -> None:
-        """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends."""
+        """Stop admitting, finish the step that has begun, save a checkpoint, end. Iteration then ends.
+
+        An evaluation that has not begun is left out.
+        """
         self._entered()
         state = self._state
+        state.evaluation_due = None
         begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
         state.last_step = min(state.last_step, state.step + begun)
         if state.step == state.last_step:
@@ -282,7 +301,9 @@ class Scheduler:
         try:
             while not state.finished and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
-                    self._launch(task)
+                    while task is not None:
+                        self._launch(task)
+                        task = select_sync(state)
                     await asyncio.sleep(0)  # let the lane run: what takes no time is over before others are asked
                     if self._inbox:
                         self._apply(self._inbox.take())
@@ -329,20 +350,33 @@ class Scheduler:
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
         for task, result, error in completions:
             now = self._now()  # each time: what follows a completion emits events with later times
-            if error is not None:
+            if error is not None and not self._results.may_drop(task, error):
                 raise self._failed(task, error) from error
             try:
-                stats = self._results.take(task, result)
+                stats = self._results.take(task, result) if error is None else self._results.drop(task)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
             self._profile.add(task.worker.name, task.worker.role, task.measured_as, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
-            event = TaskFinished(
-                now, task.id, task.kind, task.worker.name, task.step, task.index, task.version, task.started, stats
-            )
-            self._emit(event)
-            self._results.follow(task, result)
+            if error is None:
+                self._emit(
+                    TaskFinished(
+                        now,
+                        task.id,
+                        task.kind,
+                        task.worker.name,
+                        task.step,
+                        task.index,
+                        task.version,
+                        task.started,
+                        stats,
+                    )
+                )
+                self._results.follow(task, result)
+            else:
+                self._emit(_task_failed(task, now, str(error)))
+                self._results.follow_drop(task, error)
             if task.worker.leaving:
                 self._leave(task.worker)
         if self._policy.reopens and self._state.bubble_asked:
@@ -447,9 +481,9 @@ class Scheduler:
         """Check the started handles against the config and set up the state."""
         config, plan = self._config, self._plan
         trainer, generators, scorers = self._trainer, self._generators, self._scorers
-        check_handles(trainer, generators, scorers, start_step=self._start_step)
-        rules = rules_from(config, plan, self._policy, trainer)
-        self._state = State(plan, self._advantage, rules, start_step=self._start_step)
+        check_handles(trainer, generators, scorers, start_step=self._start_step, evaluate=self._evaluate is not None)
+        rules = rules_from(config, plan, self._policy, trainer, generators)
+        self._state = State(plan, self._assemble, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
         self._results = Results(
@@ -462,6 +496,7 @@ class Scheduler:
             report=self._report,
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
+            evaluate=self._evaluate,
         )
         self._emit(
             RunStarted(
@@ -513,9 +548,11 @@ class Scheduler:
         self._check_may_join(handle)
         if role == "generator" and not hasattr(self._trainer, "publish"):
             raise ConfigError(f"trainer {self._trainer.name!r} has no method 'publish', which generators need")
-        for method in needed_methods(role, scorers=bool(self._state.scorers)):
+        for method in needed_methods(role, scorers=bool(self._state.scorers), evaluate=self._evaluate is not None):
             if not hasattr(handle, method):
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
+        if role == "generator" and hasattr(handle, "encode") != self._state.rules.encodes:
+            raise ConfigError(f"worker {handle.name!r}: all generators must have the method 'encode', or none")
         self._join(handle, role)
         self._state.recount_outdated()
         self._inbox.wake()

@@ -77,6 +77,7 @@ class Meter:
             "reward/mean": mean,
             "reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "reward/zero_std_ratio": sum(group.reward_std == 0 for group in groups) / len(groups),
+            "reward/dropped_groups": step.assembler.num_dropped,
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": max(staleness),
             "staleness/ratio": sum(lag > 0 for lag in staleness) / len(staleness),
@@ -92,6 +93,7 @@ class Meter:
         }
         if self._predicted_s is not None:
             values["pipeline/makespan_predicted_s"] = self._predicted_s
+        values |= _means_by_head(step)
         for role, present_s in self._present_s.items():
             if present_s > 0:
                 values[f"pipeline/bubble_ratio/{role}"] = 1 - self._busy_s[role] / present_s
@@ -102,6 +104,15 @@ class Meter:
         values |= committed
         self._reset(now)
         return values
+
+
+def _means_by_head(step: Step) -> dict[str, float]:
+    """The mean of each head of the reward, where there are several."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for _, heads in sorted(step.heads.items()):
+        for name, column in heads.items():
+            columns[name] += map(float, column)
+    return {f"reward/{name}/mean": math.fsum(c) / len(c) for name, c in columns.items()} if len(columns) > 1 else {}
 
 
 def _kept_stale_ratio(step: Step, staleness: list[int]) -> float:

@@ -11,13 +11,35 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
-from digen.events import CheckpointSaved, GroupCompleted, MicroBatchSettled, Rewarded, Sink, StepCommitted, TaskKind
+from digen.events import (
+    CheckpointSaved,
+    Evaluated,
+    GroupCompleted,
+    GroupDropped,
+    MicroBatchSettled,
+    Rewarded,
+    Sink,
+    StepCommitted,
+    TaskKind,
+)
 from digen.groups import Arrival, CompletedGroup
 from digen.sched.lanes import Checkpointer
 from digen.sched.meter import Meter
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.sync import WeightSync
-from digen.types import CommitReport, LoadReport, Payload, Publication, Rollout, Scored, StepReport, UpdateReport
+from digen.types import (
+    CommitReport,
+    Encoded,
+    EvaluationReport,
+    EvaluationRequest,
+    LoadReport,
+    Payload,
+    Publication,
+    Rollout,
+    Scored,
+    StepReport,
+    UpdateReport,
+)
 
 
 class Results:
@@ -33,6 +55,7 @@ class Results:
         report: gets the StepReport of every commit.
         on_publish: gets every publication.
         checkpointer: says when to save.
+        evaluate: says what a version is evaluated on.
     """
 
     def __init__(
@@ -47,6 +70,7 @@ class Results:
         report: Callable[[StepReport], None],
         on_publish: Callable[[Publication], None] | None,
         checkpointer: Checkpointer | None,
+        evaluate: Callable[[int], EvaluationRequest | None] | None,
     ) -> None:
         self.state = state
         self._meter = meter
@@ -57,12 +81,14 @@ class Results:
         self._report = report
         self._on_publish = on_publish
         self._checkpointer = checkpointer
+        self._evaluate = evaluate
         self._saved_version = state.step
         self._sync = WeightSync(lambda payload: release(state.trainer, payload))
         self._arrival: Arrival
         self._groups: dict[int, list[CompletedGroup]] = {}
         self._trained: list[dict[str, float]] = []
         self._takers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
+            "encode": self._encoded,
             "generate": self._generated,
             "assist": self._generated,
             "score": self._scored,
@@ -72,12 +98,14 @@ class Results:
             "load": self._loaded,
             "switch": self._nothing,
             "checkpoint": self._nothing,
+            "evaluate": self._evaluated,
         }
         self._followers: dict[TaskKind, Callable[[Task, Any], None]] = {
             "score": self._after_score,
             "update": self._after_update,
             "commit": self._after_commit,
             "checkpoint": self._after_save,
+            "evaluate": self._after_evaluation,
         }
 
     def began(self, task: Task) -> None:
@@ -103,6 +131,14 @@ class Results:
         if follower is not None:
             follower(task, result)
 
+    def _encoded(self, task: Task, encoded: Encoded) -> dict[str, float]:
+        self._expect(task, encoded, Encoded)
+        (prompts,) = task.argument
+        if encoded.prompts != prompts:
+            raise self._protocol(task, f"{len(encoded.prompts)} other prompts than the {len(prompts)} it was given")
+        self.state.ledger(task.step).encoded = encoded
+        return {}
+
     def _generated(self, task: Task, rollout: Rollout) -> dict[str, float]:  # 11, 12, 16
         self._expect(task, rollout, Rollout)
         if rollout.version != task.version or rollout.version_end != task.version:
@@ -120,12 +156,43 @@ class Results:
         for name, values in scored.heads.items():
             if not all(map(math.isfinite, values)):
                 raise RewardError(f"{describe(task)}: reward head {name!r} is not finite: {values}")
-        self._arrival = self.state.scored(self.state.ledger(task.step), task.index, tuple(scored.rewards))
+        step = self.state.ledger(task.step)
+        self._arrival = self.state.scored(step, task.index, tuple(scored.rewards), scored.heads)
         return scored.stats
 
+    def may_drop(self, task: Task, error: Exception) -> bool:
+        """Whether the failure of a task costs its groups only, and not the run."""
+        return task.kind == "score" and isinstance(error, RewardError) and self.state.rules.max_dropped > 0
+
+    def drop(self, task: Task) -> dict[str, float]:
+        """A score failed: give its groups up.
+
+        Raises:
+            RewardError: too many of the step's groups are lost by now.
+        """
+        step = self.state.ledger(task.step)
+        self._arrival = self.state.dropped(step, task.index)
+        lost, total = step.assembler.num_dropped, step.assembler.num_groups
+        if lost == total or lost > self.state.rules.max_dropped * total:
+            raise RewardError(
+                f"{lost} of the {total} groups of step {task.step} have no reward, and schedule.max_dropped_groups is "
+                f"{self.state.rules.max_dropped}; mend the reward, or allow more"
+            )
+        return {}
+
+    def follow_drop(self, task: Task, error: Exception) -> None:
+        """Say which groups are lost, and what that completes."""
+        for uid in self._arrival.dropped:
+            self._emit(GroupDropped(self._now(), task.step, uid, task.index, str(error)))
+        self._arrived(task)
+
     def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
-        step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
+        step, now = self.state.ledger(task.step), self._now()
         self._emit(Rewarded(now, task.step, task.index, step.rewards[task.index], scored.heads))
+        self._arrived(task)
+
+    def _arrived(self, task: Task) -> None:
+        step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
         for group in arrival.groups:
             self._groups.setdefault(task.step, []).append(group)
             versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
@@ -143,7 +210,7 @@ class Results:
             )
         for ready in arrival.ready:
             if not ready.num_kept:
-                self._settled(step, ready.index, "empty")
+                self._settled(step, ready.index, step.settled[ready.index])
 
     def _updated(self, task: Task, report: UpdateReport) -> dict[str, float]:  # 24, 25
         self._expect(task, report, UpdateReport)
@@ -171,6 +238,8 @@ class Results:
         state.recount_outdated()
         state.holding = state.rules.hold and state.num_outdated > 0
         self.save_if_due(last=state.step >= state.last_step)
+        if self._evaluate is not None and not state.draining:
+            state.evaluation_due = self._evaluate(report.version)
         values = self._meter.close(
             step,
             now,
@@ -182,6 +251,8 @@ class Results:
         self._trained = []
         for index, rollout in step.rollouts.items():
             self._release(step.owners[index], rollout.payload)
+        if step.encoder is not None and step.encoded is not None:
+            self._release(step.encoder, step.encoded.payload)
         self._emit(StepCommitted(now, task.step, report.version, values))
         self._report(StepReport(task.step, report.version, values))
 
@@ -208,6 +279,18 @@ class Results:
 
     def _nothing(self, task: Task, result: Any) -> dict[str, float]:
         return {}
+
+    def _evaluated(self, task: Task, report: EvaluationReport) -> dict[str, float]:
+        self._expect(task, report, EvaluationReport)
+        if report.version != task.version:
+            raise StalenessViolation(
+                f"{describe(task)} was pinned to version {task.version} but its samples are of version {report.version}"
+            )
+        self.state.num_evaluating -= 1
+        return report.metrics
+
+    def _after_evaluation(self, task: Task, report: EvaluationReport) -> None:
+        self._emit(Evaluated(self._now(), report.version, report.num_samples, report.metrics))
 
     def _after_save(self, task: Task, path: str) -> None:
         self._emit(CheckpointSaved(self._now(), task.version, path))

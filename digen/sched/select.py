@@ -30,11 +30,21 @@ def select(state: State, gate: Callable[[int], bool] | None = None) -> Task | No
     """
     if not state.someone_idle:
         return None
-    return _load(state) or _score(state) or _generate(state, gate)
+    return (
+        _load(state)
+        or _score(state)
+        or _encode(state, ahead=False)
+        or _generate(state, gate)
+        or _evaluate(state)
+        or _encode(state, ahead=True)
+    )
 
 
 def select_sync(state: State) -> Task | None:
-    """A publication or a commit that is due, or ``None``: the trainer does them before anything else."""
+    """A publication or a commit that is due, or ``None``: the trainer does them before anything else.
+
+    A commit waits until the weights that it replaces are being evaluated, if they are to be; that task comes then.
+    """
     trainer, program = state.trainer, state.trainer_program
     if trainer.task is not None or (program and program[0][0] != "checkpoint"):
         return None
@@ -47,15 +57,19 @@ def select_sync(state: State) -> Task | None:
     step = state.current
     if not step.complete:
         return None
+    if state.evaluation_due is not None:
+        return _evaluate(state)
     indices = tuple(sorted(index for index, outcome in step.settled.items() if outcome == "updated"))
-    return _task("commit", trainer, step.number, argument=(step.number, indices), version=step.number + 1)
+    scale = step.assembler.gradient_scale
+    argument = (step.number, indices) if scale is None else (step.number, indices, scale)
+    return _task("commit", trainer, step.number, argument=argument, version=step.number + 1)
 
 
 def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     """The trainer's next task, or ``None``: a bubble.
 
     In order: what its program says (an assist that was decided, a checkpoint), an update, and in a bubble whatever
-    ``ask`` decides. Without generators (mode colocated) it also scores and generates.
+    ``ask`` decides. Without generators (mode colocated) it also evaluates, scores and generates.
     """
     trainer = state.trainer
     if trainer.task is not None:
@@ -67,6 +81,8 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
         return None
     step = state.current
     alone = not state.generators
+    if alone and state.evaluation_due is not None:
+        return _evaluate_task(state, trainer)
     eager = _eager(policy, step)
     if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
@@ -138,7 +154,9 @@ def idle_cause(state: State, worker: Worker) -> Cause:
         return "wait_rollout" if state.step < state.last_step else "wait_work"
     if state.holding:
         return "wait_hold"
-    if state.candidate() is not None:
+    if (step := state.candidate()) is not None:
+        if not state.may_start(step):
+            return "wait_encode"
         return "wait_weights" if state.may_generate else "wait_limit"
     if state.horizon == state.last_step:
         return "wait_work"
@@ -151,6 +169,8 @@ def _trainer_cause(state: State) -> Cause:
     if state.step >= state.last_step:
         return "wait_work"
     step = state.current
+    if step.complete and state.evaluation_due is not None:
+        return "wait_evaluate"
     if state.rules.barrier:
         return "wait_barrier"
     if state.bubble_asked and step.pending:
@@ -197,6 +217,16 @@ def _score(state: State) -> Task | None:
     return _score_task(state, step, worker)
 
 
+def _encode(state: State, *, ahead: bool) -> Task | None:
+    # A step's prompts are encoded once, before its first generation; ahead of time by whoever has nothing else to do.
+    step = None if state.holding else state.unencoded(ahead=ahead)
+    worker = state.pop_idle(state.idle_versions()) if step is not None else None
+    if step is None or worker is None:
+        return None
+    step.encoder = worker
+    return _task("encode", worker, step.number, argument=(step.prompts(),), version=worker.version)
+
+
 def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if state.holding or not state.may_generate:
         return None
@@ -204,13 +234,21 @@ def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if not versions:
         return None
     step = state.candidate()
-    if step is None:
+    if step is None or not state.may_start(step):
         return None
     admitted = [version for version in versions if state.admitted(step, version)]
     if not admitted or (gate is not None and step.number > state.step and not gate(step.number)):
         return None
     worker = state.pop_idle(admitted)
     return _generate_task(state, step, worker, "generate") if worker is not None else None
+
+
+def _evaluate(state: State) -> Task | None:
+    # By a generator that its version can do nothing else for: mostly in the bubble before the next weights.
+    if state.evaluation_due is None or state.holding or state.trainer.version not in state.idle_versions():
+        return None
+    worker = state.pop_idle([state.trainer.version])
+    return _evaluate_task(state, worker) if worker is not None else None
 
 
 # ---- the trainer -----------------------------------------------------------------------------------------------
@@ -226,7 +264,7 @@ def _program_task(state: State, kind: TaskKind, argument: Any) -> Task:
 
 def _can_assist(state: State, step: Step) -> bool:
     # Only the current step: its micro-batches are fresh on the trainer, and those of the next would delay this one.
-    return bool(step.pending) and state.may_generate and state.rules.assists
+    return bool(step.pending) and state.may_start(step) and state.may_generate and state.rules.assists
 
 
 def _decide(state: State, step: Step, ask: Ask) -> bool:
@@ -272,9 +310,17 @@ def _score_task(state: State, step: Step, worker: Worker) -> Task:
 
 def _generate_task(state: State, step: Step, worker: Worker, kind: TaskKind) -> Task:
     index, stale = state.dispatch(step, worker)
-    task = _task(kind, worker, step.number, index, argument=(step.micro_batches[index],), version=worker.version)
+    micro_batch = step.micro_batches[index]
+    argument = (micro_batch, step.encoded) if step.encoded is not None else (micro_batch,)
+    task = _task(kind, worker, step.number, index, argument=argument, version=worker.version)
     task.stale = stale
     return task
+
+
+def _evaluate_task(state: State, worker: Worker) -> Task:
+    request, state.evaluation_due = state.evaluation_due, None
+    state.num_evaluating += 1
+    return _task("evaluate", worker, worker.version - 1, argument=(request,), version=worker.version)
 
 
 def _task(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -19,10 +20,9 @@ from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
 from digen.sched.admission import admits
 from digen.sched.profile import Kind
-from digen.types import MicroBatch, Publication, Rollout
+from digen.types import Encoded, EvaluationRequest, MicroBatch, Prompt, Publication, Rollout
 
 if TYPE_CHECKING:
-    from digen.config import AdvantageSection
     from digen.plan import Plan
 
 
@@ -41,6 +41,10 @@ class Rules(Struct, frozen=True):
     """Whether the trainer must be switched for an assist and back."""
     lazy_switch: bool
     """Whether it stays switched between assists that follow each other."""
+    max_dropped: Decimal
+    """Largest share of a step's groups that may be dropped."""
+    encodes: bool
+    """Whether prompts are encoded, by a task of each step, before they are generated for."""
 
 
 class Worker:
@@ -90,11 +94,14 @@ def measured_as(kind: TaskKind, argument: Any) -> Kind:
 class Step:
     """The ledger of one step: where each of its B micro-batches stands."""
 
-    def __init__(self, number: int, micro_batches: Sequence[MicroBatch], advantage: AdvantageSection) -> None:
+    def __init__(self, number: int, micro_batches: Sequence[MicroBatch], assembler: GroupAssembler) -> None:
         self.number = number
         self.micro_batches = micro_batches
-        self.assembler = GroupAssembler(micro_batches, advantage)
+        self.assembler = assembler
         self.pending = deque(range(len(micro_batches)))
+        self.encoder: Worker | None = None
+        """Who encodes, or has encoded, its prompts."""
+        self.encoded: Encoded | None = None
         self.num_stale = 0
         self.num_generating = 0
         self.num_generated = 0
@@ -104,6 +111,7 @@ class Step:
         self.rollouts: dict[int, Rollout] = {}
         self.owners: dict[int, Worker] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
+        self.heads: dict[int, Mapping[str, Sequence[float]]] = {}
         self.kept: dict[int, int] = {}
         """Samples of each scored micro-batch that best-of-N kept."""
         self.ready: dict[int, tuple[float | None, ...]] = {}
@@ -117,6 +125,15 @@ class Step:
         """Line 27: all B micro-batches have settled."""
         return len(self.settled) == len(self.micro_batches)
 
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Its prompts, each once, in the order of the plan."""
+        unique = {piece.uid: piece.prompt for micro_batch in self.micro_batches for piece in micro_batch.slices}
+        prompts: list[Prompt] = []
+        for prompt in unique.values():
+            if prompt not in prompts:
+                prompts.append(prompt)
+        return tuple(prompts)
+
     def settle(self, index: int, outcome: str) -> None:
         """Micro-batch ``index`` is done with."""
         self.settled[index] = outcome
@@ -127,9 +144,11 @@ class Step:
 class State:
     """Everything the scheduler decides from."""
 
-    def __init__(self, plan: Plan, advantage: AdvantageSection, rules: Rules, *, start_step: int) -> None:
+    def __init__(
+        self, plan: Plan, assemble: Callable[[Sequence[MicroBatch]], GroupAssembler], rules: Rules, *, start_step: int
+    ) -> None:
         self.plan = plan
-        self._advantage = advantage
+        self._assemble = assemble
         self.rules = rules
         self.start_step = start_step
         self.step = start_step
@@ -154,6 +173,9 @@ class State:
         """Whether the trainer holds weights that some generator lacks and that are not published yet."""
         self.holding = False
         """sync="hold": from the commit until every generator has loaded."""
+        self.evaluation_due: EvaluationRequest | None = None
+        """An evaluation of the trainer's present weights that nobody has begun. Their successor waits for it."""
+        self.num_evaluating = 0
         self.trainer_program: deque[tuple[TaskKind, Any]] = deque()
         """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
         self.bubble_asked = False
@@ -169,7 +191,8 @@ class State:
         """The ledger of a step, opened when it is first looked at."""
         step = self.steps.get(number)
         if step is None:
-            step = self.steps[number] = Step(number, self.plan.step(number), self._advantage)
+            micro_batches = self.plan.step(number)
+            step = self.steps[number] = Step(number, micro_batches, self._assemble(micro_batches))
         return step
 
     @property
@@ -188,6 +211,22 @@ class State:
             step = self.ledger(number)
             if step.pending:
                 return step
+        return None
+
+    def may_start(self, step: Step) -> bool:
+        """Whether the prompts of a step are encoded, if they are at all."""
+        return step.encoded is not None or not self.rules.encodes
+
+    def unencoded(self, *, ahead: bool) -> Step | None:
+        """The step whose prompts are to be encoded next: that of the candidate, with ``ahead`` also the one after."""
+        if not self.rules.encodes:
+            return None
+        for number in range(self.step, min(self.horizon + ahead, self.last_step)):
+            step = self.ledger(number)
+            if step.encoder is None:
+                return step
+            if step.pending and not ahead:
+                return None
         return None
 
     def admitted(self, step: Step, version: int) -> bool:
@@ -274,17 +313,27 @@ class State:
         """Take the head of SQ: (step, order of arrival, micro-batch)."""
         return heapq.heappop(self.scoring_queue)
 
-    def scored(self, step: Step, index: int, rewards: tuple[float, ...]) -> Arrival:
+    def scored(
+        self, step: Step, index: int, rewards: tuple[float, ...], heads: Mapping[str, Sequence[float]]
+    ) -> Arrival:
         """Lines 13 to 15: rewards arrived; whole groups get advantages and their micro-batches enter UQ."""
-        step.num_scored += 1
-        arrival = step.assembler.add(index, rewards)
+        arrival = step.assembler.add(index, rewards, heads)
         step.rewards[index] = tuple(map(float, rewards))  # checked above; numbers of any kind become floats
+        step.heads[index] = heads
+        return self._arrived(step, arrival)
+
+    def dropped(self, step: Step, index: int) -> Arrival:
+        """A score failed: its groups are lost, which may complete micro-batches that waited for them."""
+        return self._arrived(step, step.assembler.drop(index))
+
+    def _arrived(self, step: Step, arrival: Arrival) -> Arrival:
+        step.num_scored += 1
         for ready in arrival.ready:
             step.kept[ready.index] = ready.num_kept
             if ready.num_kept:
                 step.ready[ready.index] = ready.advantages
             else:
-                step.settle(ready.index, "empty")
+                step.settle(ready.index, "dropped" if step.assembler.lost(ready.index) else "empty")
         return arrival
 
     def close_step(self) -> Step:
@@ -312,5 +361,10 @@ class State:
         """Line 4, and nothing left to sync: the run is over, or drained."""
         if self.step < self.last_step or self.trainer.task is not None or self.trainer_program or self.publish_due:
             return False
-        drained = self.last_step < self.plan.num_steps
-        return drained or self.num_outdated == 0
+        evaluated = self.evaluation_due is None and self.num_evaluating == 0
+        return self.draining or (self.num_outdated == 0 and evaluated)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the run ends before its plan does."""
+        return self.last_step < self.plan.num_steps

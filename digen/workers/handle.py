@@ -12,10 +12,12 @@ from digen.errors import ConfigError
 from digen.handles import METHODS
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     LoadReport,
     MicroBatch,
+    Prompt,
     Publication,
     Rollout,
     Scored,
@@ -38,7 +40,8 @@ class TargetHandle:
         ConfigError: the name cannot be a name.
     """
 
-    generate: Callable[[MicroBatch], Coroutine[Any, Any, Rollout]]
+    encode: Callable[[Sequence[Prompt]], Coroutine[Any, Any, Encoded]]
+    generate: Callable[..., Coroutine[Any, Any, Rollout]]
     score: Callable[[Rollout], Coroutine[Any, Any, Scored]]
     load: Callable[[Publication], Coroutine[Any, Any, LoadReport]]
     update: Callable[[Rollout, Sequence[float | None]], Coroutine[Any, Any, UpdateReport]]
@@ -120,6 +123,8 @@ def task_of(method: str, args: Sequence[Any]) -> str:
             return f"{method} version {version}"
         case "publish", [version]:
             return f"publish version {version}"
+        case "encode", [prompts]:
+            return f"encode {len(prompts)} prompts"
         case "commit", [step, *_]:
             return f"commit step {step}"
     return method.lstrip("@")

@@ -110,7 +110,7 @@ class SimWorker:
         self._open[index] = None
         return UpdateReport(step, index, sum(value is not None for value in advantages))
 
-    async def commit(self, step: int, indices: Sequence[int], /) -> CommitReport:
+    async def commit(self, step: int, indices: Sequence[int], scale: float | None = None, /) -> CommitReport:
         """Spend ``commit`` seconds and write the step into the ledger."""
         await self._spend("commit", step)
         if sorted(self._open) != sorted(indices):

@@ -195,9 +195,11 @@ class WorkerCodec:
             ProtocolError: a payload cannot be read.
         """
         try:
-            arguments: Sequence[Any] = self._decoders[request.method](request.args)
+            arguments: list[Any] = list(self._decoders[request.method](request.args))
         except (msgspec.DecodeError, RecursionError) as error:
             raise TypeError(f"{request.method} does not take these arguments: {error}") from error
+        while request.method in METHODS and arguments and arguments[-1] is None:  # it was not given
+            arguments.pop()
         return arguments
 
     def reply(self, request_id: int, value: Any) -> tuple[bytes, list[int]]:
@@ -293,8 +295,9 @@ class DriverCodec:
         Raises:
             WorkerError: an argument cannot cross a process boundary, or is longer than a frame.
         """
+        absent = len(METHODS[method][0]) - len(args) if method in METHODS else 0
         try:
-            encoded = self._encode(args)
+            encoded = self._encode((*args, *[None] * absent))  # the decoder wants a tuple of one length
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WorkerError(f"cannot send {method} to {self._worker!r}: {error}", worker=self._worker) from error
         finally:

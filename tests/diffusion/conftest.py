@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from digen.config import RunConfig, load_config
-from digen.diffusion.families.base import Conditioning, Images
+from digen.diffusion.families.base import Conditioning, Images, Schedule
 from digen.diffusion.roles import GeneratorTarget, TrainerTarget
 from digen.diffusion.schedule import linear_sigmas, static_shift
 from digen.types import GroupSlice, MicroBatch, Prompt
@@ -32,16 +38,26 @@ class Toy:
                 dtype
             )
 
+        self._frozen = copy.deepcopy(self.network)
+
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.network.named_parameters())
 
-    def sigmas(self, num_steps: int) -> Tensor:
-        return static_shift(linear_sigmas(num_steps), 3.0)
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        trained, self.network = self.network, self._frozen
+        try:
+            yield
+        finally:
+            self.network = trained
+
+    def schedule(self, num_steps: int) -> Schedule:
+        return Schedule.of_flow(static_shift(linear_sigmas(num_steps), 3.0))
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         return {"label": torch.tensor([[p.metadata["label"] / 10, 1.0] for p in prompts], dtype=self.dtype)}
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def predict(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         self.forward_rows.append(len(latents))
         inputs = torch.cat([latents.flatten(1), sigma[:, None], conditioning["label"]], dim=1)
         output: Tensor = self.network(inputs.to(self.dtype)).reshape(latents.shape)
@@ -57,6 +73,33 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny random pipeline, see ``digen/diffusion/tiny.py``; not to be written to."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    @cache
+    def folder(family: str) -> Path:
+        from digen.diffusion.tiny import save  # here, because it imports every pipeline
+
+        return save(family, root / family)
+
+    return folder
+
+
+@pytest.fixture
+def tiny_variant(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a family's tiny pipeline with other values in one component's config."""
+
+    def change(family: str, component: str, **values: Any) -> Path:
+        shutil.copytree(tiny_model(family), tmp_path, dirs_exist_ok=True)
+        path = tmp_path / component / ("scheduler_config.json" if component == "scheduler" else "config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return tmp_path
+
+    return change
 
 
 @pytest.fixture

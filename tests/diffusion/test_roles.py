@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
+from digen.config import load_config
+from digen.diffusion.chunks import ForwardSize
 from digen.diffusion.roles import ColocatedTarget, GeneratorTarget, TrainerTarget
+from digen.diffusion.trajectories import Trajectories
 from digen.errors import ConfigError, InvariantViolation, RewardError
 from digen.handles import METHODS
 from digen.types import EvaluationRequest, GroupSlice, MicroBatch, Payload, Prompt, Publication, Rollout
@@ -27,6 +31,17 @@ def _as_read_elsewhere(rollout: Rollout) -> Rollout:
     """The rollout as another process sees it: read-only memoryviews."""
     views = {name: np.asarray(array).data.toreadonly() for name, array in rollout.payload.items()}
     return Rollout(rollout.micro_batch, rollout.version, rollout.version_end, Payload(views), rollout.stats)
+
+
+@lru_cache(maxsize=1)
+def _encoder() -> GeneratorTarget:
+    return GeneratorTarget(load_config(None).model_dump(mode="json"))
+
+
+def _draw(trainer: TrainerTarget, micro_batch: MicroBatch) -> Rollout:
+    """An assist: the trainer has no encoder and gets what a generator encoded."""
+    prompts = [piece.prompt for piece in micro_batch.slices]
+    return trainer.generate(micro_batch, _encoder().encode(prompts))
 
 
 def _republish(publication: Publication, arrays: dict[str, Any]) -> Publication:
@@ -47,7 +62,7 @@ def _bits(trainer: TrainerTarget) -> dict[str, bytes]:
 
 
 def _step(trainer: TrainerTarget, micro_batch: Make, step: int) -> None:
-    rollout = trainer.generate(micro_batch(step=step))
+    rollout = _draw(trainer, micro_batch(step=step))
     trainer.update(rollout, ADVANTAGES)
     trainer.commit(step, (0,))
 
@@ -55,11 +70,11 @@ def _step(trainer: TrainerTarget, micro_batch: Make, step: int) -> None:
 @pytest.mark.parametrize(
     ("target", "methods"),
     [
-        (GeneratorTarget, {"generate", "score", "load", "evaluate"}),
+        (GeneratorTarget, {"encode", "generate", "score", "load", "evaluate"}),
         (TrainerTarget, {"generate", "update", "commit", "publish", "switch", "save", "restore"}),
         (
             ColocatedTarget,
-            {"generate", "score", "evaluate", "update", "commit", "publish", "switch", "save", "restore"},
+            {"encode", "generate", "score", "evaluate", "update", "commit", "publish", "switch", "save", "restore"},
         ),
     ],
 )
@@ -75,7 +90,8 @@ def test_a_rollout_carries_what_training_needs(generator: GeneratorTarget, micro
     assert shapes == {
         "latents": ((6, 6, 1, 8, 8), "float32"),
         "log_probs": ((6, 5), "float32"),
-        "sigmas": ((6,), "float32"),
+        "levels": ((6,), "float32"),
+        "times": ((5,), "float32"),
         "conditioning.embedding": ((6, 32), "float32"),
     }
     assert (rollout.version, rollout.version_end) == (0, 0)
@@ -87,7 +103,7 @@ def test_the_same_micro_batch_gives_the_same_bits_on_any_worker(
 ) -> None:
     first = generator.generate(micro_batch())
     generator.generate(micro_batch(index=1))
-    for again in (generator.generate(micro_batch()), trainer.generate(micro_batch())):
+    for again in (generator.generate(micro_batch()), _draw(trainer, micro_batch())):
         assert all(np.array_equal(first.payload[n], again.payload[n], equal_nan=True) for n in first.payload)
 
 
@@ -112,7 +128,7 @@ def test_replayed_ratios_are_exactly_one_in_the_same_shape(
 
 
 def test_replay_in_one_forward_is_far_below_the_clip(trainer: TrainerTarget, micro_batch: Make) -> None:
-    report = trainer.update(trainer.generate(micro_batch()), ADVANTAGES)
+    report = trainer.update(_draw(trainer, micro_batch()), ADVANTAGES)
     assert report.num_terms == 5 * 4
     assert report.metrics["ratio/floor"] < 1e-5
 
@@ -122,7 +138,7 @@ def test_chunks_give_the_same_gradient(data: Data, micro_batch: Make) -> None:
     for chunk, forward_batch in ((1, None), (3, 4), ("all", None)):
         trainer = TrainerTarget(data(algorithm__tsp_chunk=chunk, model__forward_batch=forward_batch))
         _step(trainer, micro_batch, 0)  # so that the second step's ratios are of trained weights
-        rollout = trainer.generate(micro_batch(step=1))
+        rollout = _draw(trainer, micro_batch(step=1))
         trainer.update(rollout, ADVANTAGES)
         parameters = trainer._family.parameters().values()
         gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double())
@@ -132,17 +148,16 @@ def test_chunks_give_the_same_gradient(data: Data, micro_batch: Make) -> None:
 
 def test_a_training_step_favours_what_was_rewarded(trainer: TrainerTarget, micro_batch: Make) -> None:
     batch = micro_batch()
-    rollout = trainer.generate(batch)
+    rollout = _draw(trainer, batch)
     advantages = (1.0, -1.0, 1.0, -1.0, 1.0, -1.0)
     trainer.update(rollout, advantages)
     trainer.commit(0, (0,))
-    trajectories = rollout.payload
-    learner = trainer._learner
-    from digen.diffusion.trajectories import Trajectories
-
+    learner: Any = trainer._learner
+    replayed = learner._batch(batch, Trajectories.from_arrays(rollout.payload), advantages)
+    forward, _, _ = next(learner._cut(replayed, ForwardSize(6, 4)))
     with torch.no_grad():
-        new = learner._log_prob(Trajectories.from_arrays(trajectories), list(range(6)), [0, 1, 2, 3])
-    gained = (new - torch.from_numpy(np.asarray(trajectories["log_probs"])[:, :4])).mean(dim=1)
+        terms = learner.algorithm._terms(trainer._family, forward)
+    gained = (terms.log_prob - terms.recorded_log_prob).mean(dim=1)
     assert float(gained[::2].mean()) > float(gained[1::2].mean())
 
 
@@ -150,12 +165,12 @@ def test_a_training_step_favours_what_was_rewarded(trainer: TrainerTarget, micro
 def test_an_assist_in_an_open_transaction_changes_no_bit(data: Data, micro_batch: Make, offload: bool) -> None:
     trainer = TrainerTarget(data(workers__offload=offload, optimizer__ema_decay=0.9))
     _step(trainer, micro_batch, 0)
-    first, second = (trainer.generate(micro_batch(step=1, index=index)) for index in range(2))
+    first, second = (_draw(trainer, micro_batch(step=1, index=index)) for index in range(2))
     trainer.update(first, ADVANTAGES)
     before = _bits(trainer)
     assert any(name.endswith(".grad") for name in before)
     trainer.switch("generate")
-    assist = trainer.generate(micro_batch(step=1, index=2))
+    assist = _draw(trainer, micro_batch(step=1, index=2))
     trainer.switch("train")
     assert _bits(trainer) == before
     assert assist.version == 1
@@ -192,7 +207,7 @@ def test_published_weights_arrive_bit_for_bit(data: Data, micro_batch: Make, dty
     for name, parameter in generator._family.parameters().items():
         assert torch.equal(parameter, trainer._family.parameters()[name])
         assert parameter.data_ptr() == addresses[name]
-    ours, theirs = trainer.generate(micro_batch(step=1)), generator.generate(micro_batch(step=1))
+    ours, theirs = _draw(trainer, micro_batch(step=1)), generator.generate(micro_batch(step=1))
     assert np.array_equal(ours.payload["latents"], theirs.payload["latents"])
 
 
@@ -227,7 +242,7 @@ def test_weights_that_do_not_fit_are_refused_untouched(data: Data, trainer: Trai
 
 
 def test_a_mixed_trajectory_is_never_trained_on(trainer: TrainerTarget, micro_batch: Make) -> None:
-    rollout = trainer.generate(micro_batch())
+    rollout = _draw(trainer, micro_batch())
     with pytest.raises(InvariantViolation, match="mixes the weights of versions 0 and 1"):
         trainer.update(Rollout(rollout.micro_batch, 0, 1, rollout.payload), ADVANTAGES)
 

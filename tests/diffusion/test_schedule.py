@@ -48,7 +48,7 @@ def test_shifting_the_shifted_schedule_again_is_the_known_mistake() -> None:
 def test_diffusers_itself_agrees() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # type: ignore[no-untyped-call]  # diffusers has no types
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(7)
     _close(euler_sigmas(7, 3.0), scheduler.sigmas.tolist(), 1e-6)
 
@@ -71,7 +71,10 @@ def test_qwen_dynamic_shift_with_terminal() -> None:
 def test_dance_schedule() -> None:
     expected = [1, 0.978260875, 0.954545438, 0.928571403, 0.899999976, 0.868421078, 0.833333313, 0.79411763, 0.75]
     expected += [0.699999988, 0.642857134, 0.576923072, 0.5, 0.409090906, 0.300000012, 0.166666672, 0]
-    _close(static_shift(linear_sigmas(16), 3.0), expected, 1e-6)
+    sigmas = static_shift(linear_sigmas(16), 3.0)
+    _close(sigmas, expected, 1e-6)
+    times = (1000 * sigmas[:-1].float()).int().tolist()  # in float32: 900, where float64 would say 899
+    assert times == [1000, 978, 954, 928, 900, 868, 833, 794, 750, 700, 642, 576, 500, 409, 300, 166]
 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0, 7.0])
@@ -88,7 +91,12 @@ def test_ends_are_exact(shift: float) -> None:
 
 @pytest.mark.parametrize(
     ("num_steps", "fraction", "expected"),
-    [(10, 0.99, 9), (10, 1.0, 9), (10, 0.6, 6), (8, 0.5, 4), (16, 0.6, 9), (2, 0.99, 1), (4, 0.1, 1)],
+    [(10, 0.99, 9), (10, 1.0, 9), (10, 0.6, 6), (8, 0.5, 4), (16, 0.6, 9), (2, 0.99, 1), (4, 0.1, 1), (100, 0.29, 29)],
 )
 def test_the_last_step_is_never_trained(num_steps: int, fraction: float, expected: int) -> None:
-    assert trained_steps(num_steps, fraction) == expected
+    assert trained_steps(num_steps, fraction, num_steps - 1) == expected
+
+
+def test_every_step_is_trained_where_all_are_noisy() -> None:
+    assert trained_steps(50, 1.0, 50) == 50
+    assert trained_steps(50, 0.5, 50) == 25

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.distributions import Normal
 
 from digen.config import RunConfig
@@ -29,10 +30,15 @@ def _sample(model: Any, micro_batch: MicroBatch, num_steps: int = 5) -> Trajecto
         model,
         micro_batch,
         model.encode(prompts),
-        model.sigmas(num_steps),
+        model.schedule(num_steps),
         noise_level=0.7,
         unit=micro_batch.num_samples,
     )
+
+
+def _recorded(chains: Trajectories) -> torch.Tensor:
+    assert chains.log_probs is not None
+    return chains.log_probs
 
 
 def _gradient(model: Any) -> torch.Tensor:
@@ -56,7 +62,7 @@ def _nudge(model: Any, size: float = 1e-3) -> None:
 def _transcription(model: Any, chains: Trajectories, advantages: Sequence[float | None], clip: float) -> torch.Tensor:
     """The summed loss, written down term by term from the formulas."""
     total = torch.zeros((), dtype=torch.float64)
-    sigmas = chains.sigmas
+    sigmas = chains.levels
     for row, given in enumerate(advantages):
         if given is None:
             continue
@@ -64,12 +70,12 @@ def _transcription(model: Any, chains: Trajectories, advantages: Sequence[float 
         for i in range(chains.num_steps - 1):
             x, following = chains.latents[row, i], chains.latents[row, i + 1]
             sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
-            v = model.velocity(x[None], sigma[None], {k: c[row : row + 1] for k, c in chains.conditioning.items()})[0]
+            v = model.predict(x[None], sigma[None], {k: c[row : row + 1] for k, c in chains.conditioning.items()})[0]
             s = 0.7 * (sigma / (1 - (sigmas[1] if i == 0 else sigma))) ** 0.5
             mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
             density = Normal(mean, s * (-dt) ** 0.5).log_prob(following)  # type: ignore[no-untyped-call]  # torch's gap
             log_prob = density.mean()
-            ratio = (log_prob - chains.log_probs[row, i]).exp()
+            ratio = (log_prob - _recorded(chains)[row, i]).exp()
             total = total + torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
     return total
 
@@ -214,6 +220,109 @@ def test_each_micro_batch_counts_exactly_once(toy: Any, micro_batch: Make, confi
         learner.commit(1, ())
 
 
+class TestTimestepsThatFitInMemory:
+    """``tsp_chunk: auto`` on a toy that runs out of memory above a number of rows."""
+
+    @staticmethod
+    def _limited(toy: Any, rows: int) -> Any:
+        model = toy(torch.float64)
+        predict = model.predict
+        model.tried = []
+
+        def limited(latents: Any, *arguments: Any) -> Any:
+            model.tried.append(len(latents))
+            if len(latents) > rows:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return predict(latents, *arguments)
+
+        model.predict = limited
+        return model
+
+    @pytest.mark.parametrize(
+        ("limit", "tried", "chosen"),
+        [
+            (24, [24], (6, 4)),
+            (23, [24, 12], (6, 2)),
+            (6, [24, 12, 6], (6, 1)),
+            (5, [24, 12, 6, 3], (3, 1)),
+            (1, [24, 12, 6, 3, 1], (1, 1)),
+        ],
+    )
+    def test_the_largest_half_that_fits_is_used_and_the_gradient_stays(
+        self, toy: Any, micro_batch: Make, config: Config, *, limit: int, tried: list[int], chosen: tuple[int, int]
+    ) -> None:
+        settings = config(**LOOSE, algorithm__tsp_chunk="auto")
+        model = self._limited(toy, limit)
+        learner, chains = Learner(model, settings), _sample(toy(torch.float64), micro_batch())
+        _nudge(model)
+        with capture_logs() as logs:
+            metrics = learner.update(micro_batch(), 0, chains, ADVANTAGES).metrics
+            learner.update(micro_batch(index=1), 0, chains, ADVANTAGES)
+        assert model.tried[: len(tried)] == tried
+        assert set(model.tried[len(tried) :]) == {chosen[0] * chosen[1]}
+        assert (metrics["tsp/items"], metrics["tsp/timesteps"]) == chosen
+        assert [(log["items"], log["timesteps"]) for log in logs] == [chosen], "once"
+        expected, _ = _accumulated(
+            toy, config(**LOOSE, algorithm__tsp_chunk=1), [micro_batch()], ADVANTAGES, torch.float64
+        )
+        torch.testing.assert_close(_gradient(model), 2 * expected, rtol=1e-12, atol=1e-14)
+
+    def test_a_term_that_does_not_fit_is_an_error_and_leaves_nothing(
+        self, toy: Any, micro_batch: Make, config: Config
+    ) -> None:
+        model = self._limited(toy, 0)
+        learner = Learner(model, config())
+        with pytest.raises(StepFailed, match="one sample at one timestep do not fit in memory"):
+            learner.update(micro_batch(), 0, _sample(toy(torch.float64), micro_batch()), ADVANTAGES)
+        assert all(parameter.grad is None for parameter in model.parameters().values())
+
+    def test_out_of_memory_in_the_backward_is_seen_and_undone(
+        self, toy: Any, micro_batch: Make, config: Config
+    ) -> None:
+        model = toy(torch.float64)
+        first = next(iter(model.parameters().values()))
+        failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+        def fail(gradient: torch.Tensor) -> torch.Tensor:
+            if failures:
+                raise failures.pop()
+            return gradient
+
+        first.register_hook(fail)
+        chains = _sample(toy(torch.float64), micro_batch())
+        learner = Learner(model, config(**LOOSE))
+        metrics = learner.update(micro_batch(), 0, chains, ADVANTAGES).metrics
+        assert metrics["tsp/timesteps"] == 2
+        expected, _ = _accumulated(toy, config(**LOOSE), [micro_batch()], ADVANTAGES, torch.float64, nudge=False)
+        torch.testing.assert_close(_gradient(model), expected, rtol=1e-12, atol=1e-14)
+
+    def test_trying_again_in_an_open_transaction_keeps_its_gradient(
+        self, toy: Any, micro_batch: Make, config: Config
+    ) -> None:
+        gradients = []
+        for chunk in ("all", "auto"):
+            model = toy(torch.float32)
+            learner = Learner(model, config(**LOOSE, algorithm__tsp_chunk=chunk))
+            for index, count in enumerate((6, 3)):  # the second size has to be tried as well
+                batch = micro_batch(index=index, count=count)
+                learner.update(batch, 0, _sample(model, batch), ADVANTAGES[:count])
+            gradients.append(_gradient(model))
+        assert torch.equal(*gradients)
+
+    def test_the_choice_outlives_a_resume(self, toy: Any, micro_batch: Make, config: Config, tmp_path: Any) -> None:
+        model = self._limited(toy, 12)
+        learner = Learner(model, config())
+        learner.update(micro_batch(), 0, _sample(toy(torch.float64), micro_batch()), ADVANTAGES)
+        learner.commit(0, (0,))
+        learner.save(tmp_path)
+        resumed = self._limited(toy, 24)
+        again = Learner(resumed, config())
+        again.restore(tmp_path)
+        batch = micro_batch(step=1)
+        again.update(batch, 1, _sample(resumed, batch), ADVANTAGES)
+        assert set(resumed.tried[5:]) == {12}, "the same last bits, whatever fits now"
+
+
 def test_sizes_must_agree(toy: Any, micro_batch: Make, config: Config) -> None:
     model = toy(torch.float32)
     chains = _sample(model, micro_batch())
@@ -255,7 +364,7 @@ def test_nan_anywhere_is_an_error_and_voids_the_transaction(toy: Any, micro_batc
 def test_a_missing_recorded_log_prob_is_an_error(toy: Any, micro_batch: Make, config: Config) -> None:
     model = toy(torch.float32)
     chains = _sample(model, micro_batch())
-    chains.log_probs[0, 1] = torch.nan
+    _recorded(chains)[0, 1] = torch.nan
     with pytest.raises(NumericsError, match="recorded log-probability of sample s0p0/0 at denoising step 1"):
         Learner(model, config()).update(micro_batch(), 0, chains, ADVANTAGES)
 
@@ -282,7 +391,7 @@ class TestStartUpCheck:
         model = toy(torch.float64)
         learner = Learner(model, config(**overrides))
         chains = _sample(model, micro_batch())
-        chains.log_probs[2, 1] += error
+        _recorded(chains)[2, 1] += error
         return learner, micro_batch(), chains
 
     def test_below_a_third_of_the_clip_the_recorded_ones_are_used(

@@ -55,7 +55,7 @@ def check_page(page: str) -> Structure:
     structure.close()
     assert structure.open == []
     assert not structure.tags & {"script", "link", "iframe", "object"}
-    assert all(url.startswith("data:image/png;base64,") for url in structure.urls)
+    assert all(url.startswith(("data:image/png;base64,", "data:image/gif;base64,")) for url in structure.urls)
     for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         root = ET.fromstring(chart)  # noqa: S314 - our own text
         assert root.get("role") == "img"
@@ -149,6 +149,7 @@ def test_write_report(fake_run: FakeRuns, tmp_path: Path) -> None:
     samples.mkdir()
     for number in range(3):
         (samples / f"v{number}.png").write_bytes(PNG + bytes([number]))
+    (samples / "film.gif").write_bytes(b"GIF89a")
     (samples / "broken.png").write_bytes(b"<html>")
     (samples / "link.png").symlink_to(samples / "v0.png")
     (samples / "huge.png").write_bytes(PNG + bytes(MAX_IMAGE_BYTES))
@@ -157,7 +158,7 @@ def test_write_report(fake_run: FakeRuns, tmp_path: Path) -> None:
 
     assert json.loads((tmp_path / "report.json").read_text()) == report
     page = (tmp_path / "report.html").read_text()
-    assert len(check_page(page).urls) == 3
+    assert sorted(url[:14] for url in check_page(page).urls) == ["data:image/gif", *["data:image/png"] * 3]
     assert "3 more in the run" in page
     assert "name: &lt;script&gt;" in page
     assert page.count("<svg") == 4

@@ -30,9 +30,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A finished ``digen train`` of :data:`TINY`: what others are compared with."""
+    """A finished ``digen train`` of :data:`TINY`: what others are compared with.
+
+    Every version of it is evaluated meanwhile, and none of the others': that they agree shows that it leaves no trace.
+    """
     found = Site(tmp_path_factory.mktemp("undisturbed"))
-    command = found.start()
+    command = found.start(evaluation__every=1, evaluation__num_prompts=2, evaluation__samples_per_prompt=3)
     assert command.wait() == 0, command.stderr
     yield found
     found.close()

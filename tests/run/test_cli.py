@@ -62,7 +62,7 @@ def model(folder: Path, index: Any, *components: str) -> str:
         (["--reward.name", "clasifier"], ["reward.name 'clasifier'", "did you mean 'classifier'?"]),
         (["--reward.name", "no_such_module:f"], ["'no_such_module'", "cannot be found", "PYTHONPATH"]),
         (["--reward.name", "run_rewards.inner:f"], ["'run_rewards.inner'", "cannot be found"]),
-        (["--reward.name", "run rewards:f"], ["not of the form package.module:function"]),
+        (["--reward.name", "run rewards:f"], ["not of the form package.module:attribute"]),
         (["--model.path", "no/model"], ["no/model", "does not exist", "model.path"]),
         (["--prompts.source", "no/prompts.txt"], ["no/prompts.txt", "does not exist"]),
         (["--schedule.window"], ["--schedule.window needs a value"]),
@@ -154,7 +154,7 @@ def test_check_prints_the_config_and_what_it_comes_to(capsys: pytest.CaptureFixt
     )
     facts = [line for line in out.splitlines() if line.startswith("# ")]
     assert "# step: 5 prompts x 24 samples = 120 samples" in facts
-    assert any("window 2, at most 2 of 5 micro-batches stale, TAG greedy" in line for line in facts)
+    assert any("window 2, at most 2 of 5 micro-batches stale, TAG horizon" in line for line in facts)
     assert "# workers: 2 generators, 1 trainer" in facts
     assert not Path("runs").exists()
 
@@ -218,6 +218,7 @@ def test_fields_lists_every_field_once_with_help(capsys: pytest.CaptureFixture[s
         found = []
         for name, value in data.items():
             nested = isinstance(value, dict) and f"{prefix}{name}" not in {
+                "algorithm.options",
                 "reward.kwargs",
                 "workers.gpus",
                 "costs.types",

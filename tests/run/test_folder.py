@@ -138,7 +138,7 @@ def test_what_the_terminal_says(stale: Site) -> None:
     lines = (stale.folder / "stdout").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "starting 3 workers, logs in ../runs/stale/logs"
     assert lines[1].startswith("eval  v0  4 samples  ")
-    assert lines[2] == "start 6 steps of 6 micro-batches, TAG greedy, window 2 (at most 3 stale), sync pull"
+    assert lines[2] == "start 6 steps of 6 micro-batches, TAG horizon, window 2 (at most 3 stale), sync pull"
     assert [line[:9] for line in lines if line.startswith("step ")] == [f"step  {number}/6" for number in range(1, 7)]
     assert any(line.startswith("stale: completed, 6 of 6 steps in ") for line in lines)
     assert lines[-1] == "report: ../runs/stale/report.html"

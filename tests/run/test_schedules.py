@@ -22,6 +22,7 @@ from digen.events import AnyEvent, EventLog, StepCommitted, TaskFinished, Worker
 from digen.runner import prepare
 from digen.sched import check
 from digen.sched.tag import Bubble, Decision, Policy
+from digen.types import Encoded
 from tests.run.harness import Site, tensors_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,10 +67,10 @@ class Held:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
 
-    async def generate(self, micro_batch: MicroBatch) -> Rollout:
+    async def generate(self, micro_batch: MicroBatch, encoded: Encoded | None = None) -> Rollout:
         if micro_batch.index == 2:
             await self._assisted[micro_batch.step].wait()
-        rollout: Rollout = await self._handle.generate(micro_batch)
+        rollout: Rollout = await self._handle.generate(micro_batch, encoded)
         return rollout
 
     def note(self, event: AnyEvent) -> None:

@@ -232,9 +232,9 @@ def test_gap_16_updates_are_accumulated_in_index_order_and_the_commit_names_them
     committed: list[tuple[int, tuple[int, ...]]] = []
 
     class Recorder(SimWorker):
-        async def commit(self, step: int, indices: Any, /) -> Any:
+        async def commit(self, step: int, indices: Any, scale: float | None = None, /) -> Any:
             committed.append((step, tuple(indices)))
-            return await super().commit(step, indices)
+            return await super().commit(step, indices, scale)
 
     run = partial(
         simulate,

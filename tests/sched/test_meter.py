@@ -138,8 +138,8 @@ def test_metrics_of_updates_are_averaged_and_maxima_kept(simulate: Callable[...,
             metrics = {"ratio/mean": float(index), "ratio/max": float(index)}
             return UpdateReport(rollout.micro_batch.step, index, 1, metrics)
 
-        async def commit(self, step: int, indices: Any, /) -> CommitReport:
-            report = await super().commit(step, indices)
+        async def commit(self, step: int, indices: Any, scale: float | None = None, /) -> CommitReport:
+            report = await super().commit(step, indices, scale)
             return CommitReport(report.version, report.num_terms, {"grad_norm": 0.5})
 
     values = simulate(trainer=Talkative("trainer")).reports[0].metrics()

@@ -17,6 +17,7 @@ from digen.errors import MissingExtra, ProtocolError, RewardError, WorkerError, 
 from digen.handles import METHODS
 from digen.types import (
     CommitReport,
+    Encoded,
     EvaluationReport,
     EvaluationRequest,
     GroupSlice,
@@ -123,6 +124,7 @@ def test_plain_data_passes_both_ways(args: list[Any], result: Any) -> None:
 def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
     micro_batch = MicroBatch(1, 2, 3, (GroupSlice("u", Prompt("p", {"k": [1, "x"]}), 0, 2, 4),))
     args: dict[str, tuple[Any, ...]] = {
+        "encode": ((Prompt("p"), Prompt("q", {"label": 1})),),
         "generate": (micro_batch,),
         "score": (),
         "load": (),
@@ -149,6 +151,9 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
     assert rollout.micro_batch == micro_batch
     (seen,) = pair.call("score", rollout)
     assert (type(seen), bytes(seen.payload["a"])) == (Rollout, b"abc")
+    encoded = pair.answer("encode", Encoded((Prompt("p"),), Payload({"e": b"def"})))
+    micro_batch_again, seen = pair.call("generate", micro_batch, encoded)
+    assert (micro_batch_again, seen.prompts, bytes(seen.payload["e"])) == (micro_batch, (Prompt("p"),), b"def")
     seen, advantages = pair.call("update", rollout, [1.0, None])
     assert (bytes(seen.payload["a"]), advantages) == (b"abc", (1.0, None))
     publication = pair.answer("publish", Publication(1, Payload({"w": b"xyz"}), 2, 3, 4))
@@ -160,7 +165,7 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
     for method, value in results.items():
         assert pair.answer(method, value) == value
     assert args.keys() == METHODS.keys()
-    assert results.keys() | {"generate", "publish"} == METHODS.keys()
+    assert results.keys() | {"encode", "generate", "publish"} == METHODS.keys()
 
 
 @settings(max_examples=500)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,15 +18,38 @@ Conditioning = dict[str, Tensor]
 """What a prompt became: named tensors whose first dimension is the sample."""
 
 Images = NDArray[np.float32]
-"""Decoded samples in [0, 1]: ``(n, H, W)`` or ``(n, C, H, W)``."""
+"""Decoded samples in [0, 1]: images ``(n, H, W)`` or ``(n, C, H, W)``, videos ``(n, F, C, H, W)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The T transitions of a trajectory, in float64."""
+
+    levels: Tensor
+    """``(T + 1,)`` noise levels, from noise to sample: sigmas from 1 to 0 of a flow model, the products ᾱ of a DDIM."""
+    times: Tensor
+    """``(T,)``: what the network is told at each transition. A flow's are its sigmas unless the family rounds them."""
+
+    @classmethod
+    def of_flow(cls, sigmas: Tensor) -> Schedule:
+        """A flow model that is told its sigmas."""
+        return cls(sigmas, sigmas[:-1])
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.times)
 
 
 class Family(Protocol):
-    """A loaded flow model: x at sigma is (1 - sigma) x0 + sigma noise, the network predicts noise - x0."""
+    """A loaded model.
+
+    A flow model has x at sigma = (1 - sigma) x0 + sigma noise and predicts noise - x0; a DDIM model predicts the noise.
+    """
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latent."""
+        """Shape of one sample's latent, as the denoiser takes it."""
         ...
 
     @property
@@ -41,24 +66,32 @@ class Family(Protocol):
         """The trained parameters by name. They are what is published, and they are replaced in place only."""
         ...
 
-    def sigmas(self, num_steps: int) -> Tensor:
-        """The ``(num_steps + 1,)`` float64 noise levels of a trajectory, from 1 down to 0."""
-        ...
-
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Encode prompts, one row each.
+    def reference(self) -> AbstractContextManager[None]:
+        """Forwards inside are of the model as it was before any training (KL to the reference).
 
         Raises:
-            ConfigError: a prompt lacks what the family needs.
+            ConfigError: at the first use, if the family was not told to keep it.
         """
         ...
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """Predict noise - x0 for ``(n, *latent_shape)`` latents at ``(n,)`` noise levels, in the model's precision."""
+    def schedule(self, num_steps: int) -> Schedule:
+        """The noise levels of a trajectory of ``num_steps`` transitions."""
+        ...
+
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """Encode prompts, one row each; what classifier-free guidance needs is in it.
+
+        Raises:
+            ConfigError: a prompt lacks what the family needs, or the family was loaded without its encoders.
+        """
+        ...
+
+    def predict(self, latents: Tensor, times: Tensor, conditioning: Conditioning) -> Tensor:
+        """The network's prediction for ``(n, *latent_shape)`` latents at ``(n,)`` times, guidance included."""
         ...
 
     def decode(self, latents: Tensor) -> Images:
-        """Clean ``(n, *latent_shape)`` latents as images."""
+        """Clean ``(n, *latent_shape)`` latents as images or videos."""
         ...
 
 

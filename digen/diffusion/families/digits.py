@@ -7,18 +7,18 @@ small enough to learn on one CPU core in minutes. The folder has diffusers' layo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from digen.diffusion.families.base import Conditioning, Images, align
+from digen.config import ModelSection
+from digen.diffusion.families.base import Conditioning, Images, Schedule
+from digen.diffusion.families.pipeline import Part, PipelineFamily
 from digen.diffusion.schedule import linear_sigmas, static_shift
 from digen.errors import ConfigError
 from digen.types import Prompt
@@ -27,46 +27,47 @@ ENCODER_WEIGHTS = "model.safetensors"
 """The table's file in ``prompt_encoder/``: one tensor ``weight`` of (num_classes, width)."""
 
 
-class Digits:
+class Digits(PipelineFamily):
     """A loaded digits model; see :class:`digen.diffusion.families.base.Family` for the methods."""
 
-    def __init__(self, transformer: Any, embedding: Tensor, shift: float) -> None:
-        self._transformer = transformer
-        self._embedding = embedding
-        self._shift = shift
-        size = transformer.config.sample_size
-        self.latent_shape = (int(transformer.config.in_channels), int(size), int(size))
+    pipeline = "DigitsPipeline"
+    denoiser_class = "SD3Transformer2DModel"
+    default_guidance = 1.0
+    default_size = (1, 8, 8)
+    default_tokens = 1
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Precision of weights and forward."""
-        dtype: torch.dtype = self._transformer.dtype
-        return dtype
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        network = self.component_config("transformer")
+        self.latent_shape = (int(network["in_channels"]), int(network["sample_size"]), int(network["sample_size"]))
+        shift = self.sampling.shift
+        self._shift = float(self.component_config("scheduler")["shift"] if shift is None else shift)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        device: torch.device = self._transformer.device
-        return device
+    def configure(self, index: Mapping[str, Any]) -> None:
+        """Refuse what this model has no use for."""
+        super().configure(index)
+        for field in ("guidance_scale", "height", "width", "max_prompt_tokens"):
+            if getattr(self.sampling, field) is not None:
+                raise ConfigError(
+                    f"sampling.{field} is set, but the digits family has 8x8 pixels, no guidance and no text"
+                )
 
-    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The transformer's parameters; the class embeddings are frozen, as a text encoder is."""
-        return dict(self._transformer.named_parameters())
-
-    def sigmas(self, num_steps: int) -> Tensor:
+    def schedule(self, num_steps: int) -> Schedule:
         """A linear ramp, shifted once: its last non-zero sigma is large enough for the last step to clean up."""
-        return static_shift(linear_sigmas(num_steps), self._shift)
+        return Schedule.of_flow(static_shift(linear_sigmas(num_steps), self._shift))
 
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         """One row ``embedding`` of the class table per prompt."""
-        return {"embedding": self._embedding[[self._label(prompt) for prompt in prompts]]}
+        self._need("encode")
+        table: Tensor = self.pipe
+        return {"embedding": table[[self._label(prompt, len(table)) for prompt in prompts]]}
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+    def denoise(self, latents: Tensor, times: Tensor, conditioning: Conditioning) -> Tensor:
         """One forward of the transformer; the class embedding serves as the only text token and as pooled text."""
-        embedding = conditioning["embedding"].to(self.dtype)
-        output: Tensor = self._transformer(
-            hidden_states=latents.to(self.dtype),
-            timestep=sigma * 1000,
+        embedding = conditioning["embedding"]
+        output: Tensor = self.network(
+            hidden_states=latents,
+            timestep=times * 1000,
             encoder_hidden_states=embedding[:, None],
             pooled_projections=embedding,
             return_dict=False,
@@ -78,8 +79,16 @@ class Digits:
         pixels = (latents.float().clamp(-1, 1) + 1) / 2
         return np.ascontiguousarray(pixels[:, 0].cpu().numpy())
 
-    def _label(self, prompt: Prompt) -> int:
-        classes = len(self._embedding)
+    def _load_pipeline(self, model: ModelSection, parts: frozenset[Part]) -> Tensor:
+        """The class table is all that there is beside the denoiser."""
+        try:
+            table = load_file(Path(self.folder) / "prompt_encoder" / ENCODER_WEIGHTS)["weight"]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise ConfigError(f"model {self.folder} cannot be loaded as family {model.family}: {error}") from error
+        return table.to(device=self.device, dtype=self.dtype, copy=True)
+
+    @staticmethod
+    def _label(prompt: Prompt, classes: int) -> int:
         label = prompt.metadata.get("label")
         if isinstance(label, str) and label.strip().isdecimal():
             label = int(label)
@@ -89,34 +98,3 @@ class Digits:
                 f'got {label!r}; write it as {{"prompt": "the digit 3", "label": 3}}'
             )
         return label
-
-
-def load(folder: Path, *, device: str, dtype: torch.dtype, shift: float | None) -> Digits:
-    """Load a digits model from a folder in diffusers' layout.
-
-    Args:
-        folder: checked by :func:`digen.diffusion.families.check_model_folder`.
-        device: torch device.
-        dtype: precision of weights and forward.
-        shift: static shift of the sigmas; ``None`` takes the scheduler config's.
-
-    Raises:
-        ConfigError: a component cannot be read.
-    """
-    from diffusers import SD3Transformer2DModel  # here, because it costs seconds
-
-    try:
-        scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        embedding = load_file(folder / "prompt_encoder" / ENCODER_WEIGHTS)["weight"]
-        transformer = SD3Transformer2DModel.from_pretrained(  # type: ignore[no-untyped-call]  # diffusers has no types
-            folder, subfolder="transformer", torch_dtype=dtype, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ConfigError(f"model folder {folder} cannot be loaded as family digits: {error}") from error
-    transformer.eval().to(device)
-    align(transformer)
-    return Digits(
-        transformer,
-        embedding.to(device=device, dtype=dtype, copy=True),
-        shift=float(scheduler["shift"] if shift is None else shift),
-    )

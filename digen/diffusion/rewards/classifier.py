@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from digen.diffusion.families.base import Images
-from digen.errors import ConfigError, MissingExtra
+from digen.diffusion.rewards.prompts import class_label
+from digen.errors import MissingExtra
 from digen.types import Prompt
 
 
@@ -32,7 +33,7 @@ class ClassProbability:
     def __call__(self, images: Images, prompts: Sequence[Prompt]) -> list[float]:
         """One probability in [0, 1] per image."""
         chances = self._classifier.probabilities(images)
-        return [float(row[_label(prompt)]) for row, prompt in zip(chances, prompts, strict=True)]
+        return [float(row[class_label(prompt)]) for row, prompt in zip(chances, prompts, strict=True)]
 
 
 class Judge:
@@ -48,7 +49,7 @@ class Judge:
     def __call__(self, images: Images, prompts: Sequence[Prompt]) -> list[float]:
         """Whether each image was recognised; the mean is the class accuracy."""
         named = self._classifier.probabilities(images).argmax(axis=1)
-        return [float(guess == _label(prompt)) for guess, prompt in zip(named, prompts, strict=True)]
+        return [float(guess == class_label(prompt)) for guess, prompt in zip(named, prompts, strict=True)]
 
 
 class _Classifier:
@@ -74,10 +75,3 @@ class _Classifier:
         with self._threads.limit(limits=1):
             chances: NDArray[np.float64] = self._network.predict_proba(pixels)
         return chances
-
-
-def _label(prompt: Prompt) -> int:
-    try:
-        return int(prompt.metadata["label"])
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"prompt {prompt.text!r} has no integer label in its metadata") from None

@@ -1,10 +1,11 @@
-"""Building a reward in a worker, and calling it so that nothing but finite numbers comes out."""
+"""Building the rewards of a config in a worker, and calling them so that nothing but finite numbers comes out."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -17,18 +18,63 @@ from digen.diffusion.rewards import lookup
 from digen.errors import ConfigError, MissingExtra, RewardError
 from digen.types import Prompt
 
-RewardFunction = Callable[[Images, Sequence[Prompt]], Sequence[float]]
-"""Images and their prompts to one number each."""
+RewardFunction = Callable[[Images, Sequence[Prompt]], Sequence[float | Exception]]
+"""Images and their prompts to one number each, or to the exception that says why there is none."""
+
+_MAX_REASONS = 3
+"""Failed samples whose reasons an error spells out."""
 
 
-def build_reward(section: RewardSection) -> RewardFunction:
-    """Import and construct the reward of a config.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What samples are worth."""
+
+    rewards: tuple[float, ...]
+    """The weighted sum of the heads, one a sample."""
+    heads: dict[str, tuple[float, ...]]
+    """Each head's own values by its label, before weighting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    label: str
+    weight: float
+    function: RewardFunction
+
+
+class Reward:
+    """The rewards of a config, together.
+
+    Args:
+        section: the config's section.
 
     Raises:
-        ConfigError: it cannot be found, imported or constructed.
-        MissingExtra: its optional dependency is not installed.
+        ConfigError: one of them cannot be found, imported or constructed.
+        MissingExtra: an optional dependency of one is not installed.
     """
-    return build_callable(lookup(section.name).target, section.kwargs)
+
+    def __init__(self, section: RewardSection) -> None:
+        self._heads = [
+            _Head(head.resolved_label, head.weight, build_callable(lookup(head.name).target, head.kwargs))
+            for head in section.resolved_heads
+        ]
+
+    def score(self, images: Images, prompts: Sequence[Prompt], samples: Sequence[str]) -> Scores:
+        """Ask every head; ``samples`` names every image in errors.
+
+        Raises:
+            RewardError: a head raised, gave the wrong number of values, or one that is not a finite number.
+        """
+        heads = {
+            head.label: compute_rewards(head.label, head.function, images, prompts, samples) for head in self._heads
+        }
+        weights = [head.weight for head in self._heads]
+        columns = zip(*heads.values(), strict=True)
+        rewards = tuple(sum(map(math.prod, zip(weights, column, strict=True))) for column in columns)
+        for sample, value in zip(samples, rewards, strict=True):
+            if not math.isfinite(value):
+                raise RewardError(f"the weighted sum of the rewards is {value} for sample {sample}; lower the weights")
+        return Scores(rewards, heads)
 
 
 def build_callable(target: str, kwargs: dict[str, Any]) -> RewardFunction:
@@ -56,18 +102,6 @@ def build_callable(target: str, kwargs: dict[str, Any]) -> RewardFunction:
     return bound
 
 
-def _sequence(answer: Any) -> Any:
-    if isinstance(answer, str | bytes | Mapping | Set):
-        raise TypeError(f"it returned a {type(answer).__name__}, not a sequence of numbers")
-    return answer
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes) or np.iscomplexobj(value):
-        raise TypeError(f"{value!r} is not a real number")
-    return float(value)
-
-
 def compute_rewards(
     name: str, reward: RewardFunction, images: Images, prompts: Sequence[Prompt], samples: Sequence[str]
 ) -> tuple[float, ...]:
@@ -78,14 +112,41 @@ def compute_rewards(
     """
     where = samples[0] if len(samples) == 1 else f"{samples[0]} .. {samples[-1]}"
     try:
-        values = tuple(_number(value) for value in _sequence(reward(images, prompts)))
+        answer = list(_sequence(reward(images, prompts)))
+        failed = {sample: value for sample, value in zip(samples, answer, strict=False) if isinstance(value, Exception)}
+        values = tuple(_number(value) for value in answer if not isinstance(value, Exception))
     except Exception as error:
         raise RewardError(f"reward {name!r} failed on samples {where}: {type(error).__name__}: {error}") from error
-    if len(values) != len(samples):
+    if len(answer) != len(samples):
         raise RewardError(
-            f"reward {name!r} gave {len(values)} values for {len(samples)} samples ({where}); it must give one each"
+            f"reward {name!r} gave {len(answer)} values for {len(samples)} samples ({where}); it must give one each"
         )
+    if failed:
+        raise _failure(name, failed, len(samples))
     for sample, prompt, value in zip(samples, prompts, values, strict=True):
         if not math.isfinite(value):
             raise RewardError(f"reward {name!r} is {value} for sample {sample} (prompt {prompt.text!r})")
     return values
+
+
+def _failure(name: str, failed: Mapping[str, Exception], count: int) -> RewardError:
+    reasons = [f"{sample}: {error}" for sample, error in failed.items()]
+    named = "; ".join(reasons[:_MAX_REASONS])
+    others = ", ".join(list(failed)[_MAX_REASONS:])
+    error = RewardError(
+        f"reward {name!r} failed on {len(failed)} of {count} samples: {named}" + (f"; also {others}" if others else "")
+    )
+    error.__cause__ = next(iter(failed.values()))
+    return error
+
+
+def _sequence(answer: Any) -> Any:
+    if isinstance(answer, str | bytes | Mapping | Set):
+        raise TypeError(f"it returned a {type(answer).__name__}, not a sequence of numbers")
+    return answer
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or np.iscomplexobj(value):
+        raise TypeError(f"{value!r} is not a real number")
+    return float(value)
