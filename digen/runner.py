@@ -105,6 +105,11 @@ def prepare(config: RunConfig) -> Prepared:
     extras += ("video",) * (config.evaluation.video == "mp4")
     _workers(config)
     defer_divisor = settings is not None and settings.defers_divisor
+    advantage = config.algorithm.advantage
+    if advantage.kind in {"global_std", "max_group_std", "global"}:
+        streams = defer_divisor and advantage.kind != "global" and advantage.heads == "reward"
+        how = "stream; the step's divisor is applied at commit" if streams else "wait for the step's last reward"
+        log.info(f"advantages of kind {advantage.kind} {how}")
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
 
 
