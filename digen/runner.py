@@ -109,7 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
     if advantage.kind in {"global_std", "max_group_std", "global"}:
         streams = defer_divisor and advantage.kind != "global" and advantage.heads == "reward"
         how = "stream; the step's divisor is applied at commit" if streams else "wait for the step's last reward"
-        log.info(f"advantages of kind {advantage.kind} {how}")
+        log.info("advantages " + how, kind=advantage.kind)
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
 
 

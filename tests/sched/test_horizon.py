@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from experiments.policies import best_trainer_schedule
 
 from digen.sched.bubbles import StepModel
 from digen.sched.horizon import MAX_TASKS, Plan, Planner, best_of_step, explore, horizon, moved
@@ -19,6 +18,7 @@ from digen.sched.model import Instance, simulate
 from digen.sched.search import search, tag_first
 from digen.sched.steady import rate_bound, steady_rate
 from digen.sched.tag import Bubble, Decision, Durations, Policy, StaleStart
+from experiments.policies import best_trainer_schedule
 from experiments.search_time import seeded
 from tests.sched.test_steady import instance as worst_case
 
