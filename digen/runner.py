@@ -108,8 +108,8 @@ def prepare(config: RunConfig) -> Prepared:
     advantage = config.algorithm.advantage
     if advantage.kind in {"global_std", "max_group_std", "global"}:
         streams = defer_divisor and advantage.kind != "global" and advantage.heads == "reward"
-        how = "stream; the step's divisor is applied at commit" if streams else "wait for the step's last reward"
-        log.info("advantages " + how, kind=advantage.kind)
+        stream, wait = "advantages stream, divided at commit", "advantages wait for the step's last reward"
+        log.info(stream if streams else wait, kind=advantage.kind)
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
 
 
