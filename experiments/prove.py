@@ -29,6 +29,7 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "search": (["experiments/search_time.py"], {}),
     "search-verified": (["experiments/search_time.py", "--verify", "5000"], {}),
     "demo": (["experiments/demo.py"], {}),
+    "demo-nft": (["experiments/demo.py", "--algorithm", "diffusion_nft"], {}),
     "modes": (["experiments/modes.py"], {}),
     "assist": (["experiments/assist.py"], {}),
     "scaling": (["experiments/scaling.py"], {}),
