@@ -75,12 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", metavar="latest|PATH", help="of the run; default: the model before training")
     _add_weights(evaluate)
     evaluate.add_argument(
-        "--out", metavar="DIR", type=Path, help="a new folder; default: NAME-eval/... beside the run's"
+        "--out", metavar="DIR", type=_path, help="a new folder; default: NAME-eval/... beside the run's"
     )
 
     export = _command(commands, "export", "write a run's policy as diffusers loads it", _export)
     export.add_argument("source", metavar="RUN|CHECKPOINT", type=Path, help="a run's folder, or a checkpoint in it")
-    export.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    export.add_argument("--out", metavar="DIR", type=_path, required=True, help="a new folder")
     _add_weights(export)
     export.epilog = "Where the base model has moved since, say where it is with --model.path."
 
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     output = simulate.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print makespan, step ends, assists and every task as JSON")
     output.add_argument("--explain", action="store_true", help="print Algorithm 2's decision tree of the first step")
-    simulate.add_argument("--out", metavar="DIR", type=Path, help="also write events, report.html and trace.json here")
+    simulate.add_argument("--out", metavar="DIR", type=_path, help="also write events, report.html and trace.json here")
     simulate.epilog = (
         "Without --durations and --profile, durations come from the config's costs section. Any field of the config "
         "can be set with --section.field VALUE; with a source of its own, only schedule has a say."
@@ -124,12 +124,20 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="leave a field as it is, for example schedule.window",
     )
-    plan.add_argument("--write", metavar="FILE", type=Path, help="write the fastest as a config for train and simulate")
+    plan.add_argument(
+        "--write", metavar="FILE", type=_path, help="write the fastest as a config for train and simulate"
+    )
     plan.add_argument("--json", action="store_true", help="print candidates and the planned config as JSON")
 
     report = _command(commands, "report", "write a run's report and trace anew and summarise it", _report)
     report.add_argument("run", type=Path, help="a run's folder")
     return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path")
+    return Path(text)
 
 
 def _command(commands: Any, name: str, what: str, function: Callable[..., int]) -> argparse.ArgumentParser:
@@ -166,7 +174,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     if options.preset is not None:
         from digen.presets import ensure_model, tiny
 
-        config = tiny(config)
+        config = tiny(config, overrides)
         ensure_model(config)
     try:
         report = run(config, resume=options.resume, progress=not options.no_progress)
@@ -276,6 +284,8 @@ def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         tree = Tree(instance_of(durations, schedule))
         print(f"simulated: what Algorithm 2 decides in the first step of {durations}; {origin}")
         print("\n".join(draw(tree, per_s=int(1 / durations.tick))))
+        if schedule.resolved_tag.partition("(")[0] != "search":
+            print(f"this schedule's own policy is {schedule.resolved_tag}, which need not decide the same")
         return 0
     keep = None if options.json else shown_steps(durations)
     num_traced = 0

@@ -292,7 +292,7 @@ class AlgorithmSection(_Model):
     advantage_clip: Annotated[float, Field(gt=0)] | Literal["none"] | None = None
     """Advantages are clamped to +- this before the loss; none: not at all."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the denoising steps that is trained: int(fraction * T), never a noiseless one."""
+    """Share of the denoising steps that is trained: int(fraction * T), at least one, never a noiseless one."""
     kl_weight: Annotated[float, Field(ge=0)] | None = None
     """Weight of the divergence from the model before training; above 0 it costs a second forward."""
     kl: Literal["gaussian", "flow_grpo"] = "gaussian"
@@ -620,7 +620,7 @@ def load_config(
         data = _read_yaml(Path(path))
     items = overrides.items() if isinstance(overrides, dict) else (_split_override(text) for text in overrides)
     for key, value in items:
-        _set_dotted(data, key, value)
+        set_dotted(data, key, value)
     return validate(data, source=str(path) if path is not None else "config")
 
 
@@ -696,7 +696,12 @@ def _split_override(text: str) -> tuple[str, Any]:
     return key.strip(), value
 
 
-def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
+def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``section.field`` in plain data; a string is read as YAML.
+
+    Raises:
+        ConfigError: it is not valid YAML, or a part of the key is no section.
+    """
     if isinstance(value, str):
         try:
             value = _parse_yaml(value)

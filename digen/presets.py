@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from digen.config import RunConfig, validate
+from digen.config import RunConfig, set_dotted, validate
 from digen.errors import ConfigError
 
 SIZES: dict[str, dict[str, int]] = {
@@ -29,8 +30,10 @@ _MODELLESS = {"jpeg_compressibility", "jpeg_incompressibility"}
 """Rewards that can be computed anywhere."""
 
 
-def tiny(config: RunConfig) -> RunConfig:
+def tiny(config: RunConfig, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """``config`` with two small steps on the CPU, on a tiny model in ``run.output/tiny``; the rest stays as it is.
+
+    What ``overrides`` set by dotted names wins over the preset.
 
     Raises:
         ConfigError: the family has no tiny model.
@@ -54,6 +57,8 @@ def tiny(config: RunConfig) -> RunConfig:
         data["reward"] = {"name": "jpeg_incompressibility"}
     data["workers"] |= {"generators": None if config.schedule.mode == "colocated" else 1, "gpus": {}}
     data["evaluation"] |= {"num_prompts": 1, "samples_per_prompt": 2, "num_inference_steps": 4, "every": 0}
+    for key, value in (overrides or {}).items():
+        set_dotted(data, key, value)
     return validate(data, source="--preset tiny")
 
 

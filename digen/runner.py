@@ -106,6 +106,11 @@ def prepare(config: RunConfig) -> Prepared:
     _workers(config)
     defer_divisor = settings is not None and settings.defers_divisor
     advantage = config.algorithm.advantage
+    if config.plan.samples_per_prompt == 1 and advantage.kind != "global":
+        raise ConfigError(
+            f"plan.samples_per_prompt is 1, so that every advantage of kind {advantage.kind} is 0 and nothing is "
+            "learnt; draw at least 2, or set algorithm.advantage.kind=global"
+        )
     if advantage.kind in {"global_std", "max_group_std", "global"}:
         streams = defer_divisor and advantage.kind != "global" and advantage.heads == "reward"
         stream, wait = "advantages stream, divided at commit", "advantages wait for the step's last reward"

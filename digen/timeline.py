@@ -74,7 +74,7 @@ def describe(twin: Twin, config: ScheduleConfig, *, origin: str = "", width: int
     lines += [
         f"  {makespans[name] / twin.makespan:.3f} x {what} ({float(makespans[name]):,.6g} s)"
         for name, what in (("naive", "naive"), ("colocated", "colocated, if every stage scaled linearly"))
-        if twin.makespan
+        if twin.makespan and name in makespans and (name, config.mode) != ("colocated", "colocated")
     ]
     for role, bubble in twin.bubbles.items():
         causes = ", ".join(f"{cause} {share:.1%}" for cause, share in bubble["causes"].items() if share >= 0.0005)

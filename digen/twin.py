@@ -347,18 +347,18 @@ def compare(durations: Durations) -> dict[str, Decimal]:
     """Makespans of what a schedule is measured against.
 
     ``naive`` is one simulated step times their number: every step begins with all workers idle, as the first does.
-    ``colocated`` is arithmetic: every stage on all groups at once, if it scaled linearly.
+    ``colocated`` is arithmetic: every stage on both groups at once, if it scaled linearly. It is there only for one
+    generator and a trainer that generates no faster: of groups that differ in number or kind nobody knows how a stage
+    would run on all of them (``digen plan`` does, from the curves that it is given).
     """
     from digen.config import ScheduleConfig
 
     step = simulate(replace(durations, num_steps=1), ScheduleConfig(mode="naive"), keep=range(0))
-    groups = durations.num_generators + durations.num_trainers
-    stages = durations.generate_s, durations.score_s, [times.update_s for times in durations.trainers]
-    per_micro_batch = sum(map(average, stages), Decimal(0)) / groups
-    return {
-        "naive": durations.num_steps * step.makespan,
-        "colocated": durations.num_steps * (durations.num_micro_batches * per_micro_batch + durations.commit_s),
-    }
+    found = {"naive": durations.num_steps * step.makespan}
+    if durations.num_generators == durations.num_trainers == 1 and durations.assist_s >= durations.generate_s[0]:
+        per_micro_batch = (durations.generate_s[0] + durations.score_s[0] + durations.update_s) / 2
+        found["colocated"] = durations.num_steps * (durations.num_micro_batches * per_micro_batch + durations.commit_s)
+    return found
 
 
 def write_folder(

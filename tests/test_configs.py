@@ -48,6 +48,13 @@ def test_tiny_keeps_algorithm_and_schedule(path: Path, tmp_path: Path) -> None:
     assert (small.model.lora is None) == (config.model.lora is None)
 
 
+def test_what_is_said_on_the_command_line_wins_over_the_preset(tmp_path: Path) -> None:
+    overrides = {"run.num_steps": "9", "run.output": str(tmp_path), "sampling.num_inference_steps": "12"}
+    small = tiny(load_config(CONFIGS[0], overrides), overrides)
+    assert (small.run.num_steps, small.sampling.num_inference_steps) == (9, 12)
+    assert small.plan.prompts_per_step == 2
+
+
 def test_a_family_without_a_tiny_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="family 'digits' has no tiny model; these do: flux, "):
         tiny(RunConfig())

@@ -232,13 +232,16 @@ def one_shot(groups: Sequence[Sequence[float]], kind: str, best_of_n: int | None
         if kind == "global":
             every = [reward for other in groups for reward in other]
             mean = math.fsum(every) / len(every)
-        divisor = 1e-4 + {
-            "per_prompt": std(group),
-            "global_std": whole,
-            "global": whole,
-            "max_group_std": max(map(std, groups)),
-            "no_std": 0,
-        }[kind]
+        divisor = (
+            1e-4
+            + {
+                "per_prompt": std(group),
+                "global_std": whole,
+                "global": whole,
+                "max_group_std": max(map(std, groups)),
+                "no_std": 0,
+            }[kind]
+        )
         advantages = [reward - mean if kind == "no_std" else (reward - mean) / divisor for reward in group]
         ranked = sorted(range(len(group)), key=lambda i, a=advantages: (a[i], i))  # type: ignore[misc] # bound now
         half = len(group) if best_of_n is None else best_of_n // 2

@@ -281,8 +281,10 @@ def test_naive_is_a_step_times_their_number_and_colocated_shares_everything() ->
         durations, config, _ = draw(rng, "naive")
         found = compare(durations)
         assert found["naive"] == simulate(durations, config).makespan
-    durations = parse_durations("B=8 S=2 g=10,12 r=1 u=5 y_opt=2 y_sync=3")
-    assert compare(durations)["colocated"] == pytest.approx(2 * (8 * Decimal(17) / 3 + 2))
+    durations = parse_durations("B=8 S=2 g=10 r=1 u=5 h=12 y_opt=2 y_sync=3")
+    assert compare(durations)["colocated"] == 2 * (8 * 8 + 2)
+    for unlike in ("g=10,12 u=5", "g=10 u=5 h=9", "g=10 u=5,6"):
+        assert "colocated" not in compare(parse_durations(f"B=8 {unlike}"))
 
 
 # ---- several trainer groups ------------------------------------------------------------------------------------

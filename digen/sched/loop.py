@@ -353,7 +353,7 @@ class Scheduler:
             if error is not None and not self._results.may_drop(task, error):
                 raise self._failed(task, error) from error
             try:
-                stats = self._results.take(task, result) if error is None else self._results.drop(task)
+                stats = self._results.take(task, result) if error is None else self._results.drop(task, error)
             except Exception as problem:
                 raise self._failed(task, problem) from problem
             self._profile.add(task.worker.name, task.worker.role, task.measured_as, now - task.started)

@@ -164,7 +164,7 @@ class Results:
         """Whether the failure of a task costs its groups only, and not the run."""
         return task.kind == "score" and isinstance(error, RewardError) and self.state.rules.max_dropped > 0
 
-    def drop(self, task: Task) -> dict[str, float]:
+    def drop(self, task: Task, error: Exception) -> dict[str, float]:
         """A score failed: give its groups up.
 
         Raises:
@@ -173,10 +173,12 @@ class Results:
         step = self.state.ledger(task.step)
         self._arrival = self.state.dropped(step, task.index)
         lost, total = step.assembler.num_dropped, step.assembler.num_groups
-        if lost == total or lost > self.state.rules.max_dropped * total:
+        if lost == total:
+            raise RewardError(f"no group of step {task.step} has a reward, so nothing is left to train on: {error}")
+        if lost > self.state.rules.max_dropped * total:
             raise RewardError(
-                f"{lost} of the {total} groups of step {task.step} have no reward, and schedule.max_dropped_groups is "
-                f"{self.state.rules.max_dropped}; mend the reward, or allow more"
+                f"{lost} of the {total} groups of step {task.step} have no reward, more than "
+                f"schedule.max_dropped_groups={self.state.rules.max_dropped} allows; the last: {error}"
             )
         return {}
 

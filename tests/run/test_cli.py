@@ -62,6 +62,7 @@ def model(folder: Path, index: Any, *components: str) -> str:
         (["--reward.name", "clasifier"], ["reward.name 'clasifier'", "did you mean 'classifier'?"]),
         (["--reward.name", "no_such_module:f"], ["'no_such_module'", "cannot be found", "PYTHONPATH"]),
         (["--reward.name", "run_rewards.inner:f"], ["'run_rewards.inner'", "cannot be found"]),
+        (["--plan.samples_per_prompt", "1"], ["plan.samples_per_prompt is 1", "nothing is learnt"]),
         (["--reward.name", "run rewards:f"], ["not of the form package.module:attribute"]),
         (["--model.path", "no/model"], ["no/model", "does not exist", "model.path"]),
         (["--prompts.source", "no/prompts.txt"], ["no/prompts.txt", "does not exist"]),
