@@ -106,8 +106,10 @@ class GroupAssembler:
         self._advantage = advantage
         self._weights = dict(weights or {})
         common = advantage.kind in {"global_std", "max_group_std"}
-        self._defers = defer_divisor and common and advantage.heads == "reward"
-        self._waits = advantage.kind in {"global_std", "max_group_std", "global"} and not self._defers
+        self.defers = defer_divisor and common and advantage.heads == "reward"
+        """Whether advantages leave without the step's divisor, which the trainer's commit gets."""
+        self.waits = advantage.kind in {"global_std", "max_group_std", "global"} and not self.defers
+        """Whether no advantage leaves before the step's last reward."""
         self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
         self._missing = set(self._micro_batches)
         self._groups: dict[str, _Group] = {}
@@ -152,7 +154,7 @@ class GroupAssembler:
 
         Known once every reward has arrived.
         """
-        if not self._defers:
+        if not self.defers:
             return None
         divisor = self._step_divisor()
         return 1 / divisor if divisor else 1.0
@@ -213,14 +215,14 @@ class GroupAssembler:
 
     def _arrive(self, micro_batch: MicroBatch) -> Arrival:
         """Close what is complete with ``micro_batch``."""
-        if self._waits:
+        if self.waits:
             groups = [] if self._missing else list(self._groups.values())
         else:
             uids = dict.fromkeys(piece.uid for piece in micro_batch.slices)
             groups = [group for uid in uids if (group := self._groups[uid]).num_missing == 0]
         if not groups:
             return Arrival(groups=(), ready=())
-        divisor = self._step_divisor() if self._waits else None
+        divisor = self._step_divisor() if self.waits else None
         done, ready = [], []
         for group in groups:
             if group.dropped:
@@ -262,7 +264,7 @@ class GroupAssembler:
         mean, std = _moments(rewards, section.ddof)
         if kind == "best_worst":
             return _best_and_worst(rewards)
-        if kind == "no_std" or self._defers:
+        if kind == "no_std" or self.defers:
             return [reward - mean for reward in rewards]
         if kind == "per_prompt":
             divisor = std + section.epsilon

@@ -98,7 +98,6 @@ def prepare(config: RunConfig) -> Prepared:
         seed=config.run.seed,
         shuffle=config.prompts.shuffle,
     )
-    GroupAssembler(plan.step(0), config.algorithm.advantage)
     settings = algorithms.check(config, plan.step(0))
     _check_metadata(prompts, family.metadata, config.model.family)
     extras = (*family.extras, *rewards.check(config.reward, (*prompts.train, *prompts.held_out)))
@@ -111,10 +110,10 @@ def prepare(config: RunConfig) -> Prepared:
             f"plan.samples_per_prompt is 1, so that every advantage of kind {advantage.kind} is 0 and nothing is "
             "learnt; draw at least 2, or set algorithm.advantage.kind=global"
         )
-    if advantage.kind in {"global_std", "max_group_std", "global"}:
-        streams = defer_divisor and advantage.kind != "global" and advantage.heads == "reward"
+    groups = GroupAssembler(plan.step(0), advantage, weights=config.reward.weights, defer_divisor=defer_divisor)
+    if groups.waits or groups.defers:
         stream, wait = "advantages stream, divided at commit", "advantages wait for the step's last reward"
-        log.info(stream if streams else wait, kind=advantage.kind)
+        log.info(stream if groups.defers else wait, kind=advantage.kind)
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
 
 

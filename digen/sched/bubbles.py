@@ -17,7 +17,7 @@ from digen.sched.model import Instance, Run
 IDLE, GENERATE, SCORE, AHEAD, LATER, LOAD, UPDATE, SWITCH_IN, ASSIST, SWITCH_OUT = range(10)
 """What a group does: AHEAD generates and LATER scores a micro-batch of a later step (TCSS)."""
 
-_KINDS: dict[TaskKind, int] = {
+KINDS: dict[TaskKind, int] = {
     "generate": GENERATE,
     "score": SCORE,
     "load": LOAD,
@@ -25,6 +25,7 @@ _KINDS: dict[TaskKind, int] = {
     "assist": ASSIST,
     "switch": SWITCH_OUT,
 }
+"""Tasks of the scheduler and of a run, in these terms."""
 
 
 class Running(NamedTuple):
@@ -318,7 +319,7 @@ def compress(run: Run, trainer: int) -> StepState:
     for end, _, worker in sorted(run.running, key=lambda item: item[1]):
         task = run.busy[worker]
         assert task is not None  # noqa: S101 - it runs
-        kind, index = _KINDS[task.kind], task.index if indexed and task.index >= 0 else 0
+        kind, index = KINDS[task.kind], task.index if indexed and task.index >= 0 else 0
         if kind == SWITCH_OUT and (program := run.trainers[worker - run.num_generators].program):
             kind, index = SWITCH_IN, program[0][1] * indexed
         tasks.append(Running(end - run.now, worker, kind, index))

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from digen.events import TaskKind
-from digen.sched.bubbles import GENERATE, LOAD, SCORE, Running, StepModel, StepState
+from digen.sched.bubbles import KINDS, LOAD, Running, StepModel, StepState
 from digen.sched.model import Instance
 from digen.sched.search import search, tag_first
 from digen.sched.state import State, Step, Worker, measured_as
@@ -32,7 +32,7 @@ MAX_NODES = 500
 """Moves that one decision may simulate, a quarter of it where there are several generators: their moves take four times
 as long. That is up to ten milliseconds for 128 micro-batches; beyond it the best plan so far is used."""
 
-_KINDS: dict[TaskKind, int] = {"generate": GENERATE, "score": SCORE, "load": LOAD, "encode": LOAD, "evaluate": LOAD}
+_KINDS: dict[TaskKind, int] = KINDS | {"encode": LOAD, "evaluate": LOAD}
 """What generators do, in the model's terms: who encodes or evaluates is busy for a while, as with a load."""
 
 NUM_REMEMBERED = 1024
