@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from digen.errors import ConfigError
+from digen.resources import WorkersSection
+from digen.schema import Section
 
 Mode = Literal["colocated", "naive", "microbatch", "gap", "tag", "tcss"]
 
@@ -46,11 +48,7 @@ else:
     Curve = tuple[tuple[Annotated[int, Field(ge=1)], Positive], ...]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ScheduleConfig(_Model):
+class ScheduleConfig(Section):
     """How Algorithm 1 runs. ``mode`` chooses defaults; any field that is set explicitly wins over them."""
 
     mode: Mode = "gap"
@@ -151,7 +149,7 @@ def parse_tag(text: str) -> tuple[str, int | None]:
     return match[2], int(match[3])
 
 
-class RunSection(_Model):
+class RunSection(Section):
     """What the run is called, where it lives, how long it is."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "digits"
@@ -164,7 +162,7 @@ class RunSection(_Model):
     """Number of optimizer steps."""
 
 
-class LoraSection(_Model):
+class LoraSection(Section):
     """A low-rank adapter (peft): only it is trained, published and saved."""
 
     rank: Annotated[int, Field(ge=1)] = 32
@@ -177,7 +175,7 @@ class LoraSection(_Model):
     """How the first factor begins; the second begins at zero, so that nothing changes at first."""
 
 
-class ModelSection(_Model):
+class ModelSection(Section):
     """The policy."""
 
     family: str = "digits"
@@ -198,7 +196,7 @@ class ModelSection(_Model):
     """Samples in one forward, padded. Default: the micro-batch. Fixed, because a forward is not batch invariant."""
 
 
-class PromptSection(_Model):
+class PromptSection(Section):
     """Where prompts come from."""
 
     source: str | None = None
@@ -215,7 +213,7 @@ class PromptSection(_Model):
     """Use only the first so many prompts of the source."""
 
 
-class PlanSection(_Model):
+class PlanSection(Section):
     """How a step is made of prompts, samples and micro-batches (paper 3.2.1)."""
 
     prompts_per_step: Annotated[int, Field(ge=1)] = 10
@@ -226,7 +224,7 @@ class PlanSection(_Model):
     """Samples in a micro-batch. Default: one group (generation axis), or one group per generator rank (batch axis)."""
 
 
-class SamplingSection(_Model):
+class SamplingSection(Section):
     """How trajectories are drawn."""
 
     num_inference_steps: Annotated[int, Field(ge=2)] = 8
@@ -253,7 +251,7 @@ class SamplingSection(_Model):
     """Tokens that the text encoder sees of a prompt. Default: the family's."""
 
 
-class AdvantageSection(_Model):
+class AdvantageSection(Section):
     """How rewards become advantages."""
 
     kind: Literal["per_prompt", "no_std", "global_std", "max_group_std", "global", "best_worst"] = "per_prompt"
@@ -278,7 +276,7 @@ class AdvantageSection(_Model):
         return value
 
 
-class AlgorithmSection(_Model):
+class AlgorithmSection(Section):
     """The algorithm. A default that is not set here is the algorithm's own."""
 
     name: str = "flow_grpo"
@@ -303,7 +301,7 @@ class AlgorithmSection(_Model):
     """Where fresh samples' old log-probabilities come from; stale samples always use the behaviour policy's."""
 
 
-class OptimizerSection(_Model):
+class OptimizerSection(Section):
     """The optimizer and its schedule."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -328,7 +326,7 @@ class OptimizerSection(_Model):
     """Optimizer steps between EMA updates."""
 
 
-class RewardHead(_Model):
+class RewardHead(Section):
     """One of several rewards."""
 
     name: str
@@ -346,7 +344,7 @@ class RewardHead(_Model):
         return self.name if self.label is None else self.label
 
 
-class RewardSection(_Model):
+class RewardSection(Section):
     """What a sample is worth."""
 
     name: str | None = None
@@ -379,31 +377,7 @@ class RewardSection(_Model):
         return {head.resolved_label: head.weight for head in self.resolved_heads}
 
 
-class WorkersSection(_Model):
-    """Which processes run and where."""
-
-    generators: Annotated[int, Field(ge=0)] | None = None
-    """Generator processes. Default: 1; mode colocated has none, its one worker does every stage."""
-    scorers: Annotated[int, Field(ge=0)] = 0
-    """Processes that only decode and score. Default: generators score; with a slow or remote reward they would wait."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """Torch threads of a generator and of the trainer. More than the free cores makes everything slower."""
-    colocated_threads: Annotated[int, Field(ge=1)] | None = None
-    """Torch threads of the single worker of mode colocated. Default: all cores. Where others use the cores too, set
-    OMP_WAIT_POLICY=PASSIVE in the environment: OpenMP threads that spin on a shared core are many times slower."""
-    gpus: dict[str, tuple[int, ...]] = {}
-    """CUDA devices by worker name, for example {gen0: [0], trainer: [1]}."""
-    offload: bool = False
-    """Move gradients and optimizer state out of the way for an assist and back after it."""
-    checksums: bool = False
-    """Checksum every payload in shared memory (weights are always checked)."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Longest time until a worker is READY."""
-    stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
-    """Time between asking a worker to end and killing it."""
-
-
-class CheckpointSection(_Model):
+class CheckpointSection(Section):
     """When and how many checkpoints."""
 
     every: Annotated[int, Field(ge=1)] = 10
@@ -412,7 +386,7 @@ class CheckpointSection(_Model):
     """Checkpoints that stay on disk."""
 
 
-class EvaluationSection(_Model):
+class EvaluationSection(Section):
     """Held-out ODE samples."""
 
     at_start: bool = True
@@ -433,7 +407,7 @@ class EvaluationSection(_Model):
     """Speed at which videos are shown."""
 
 
-class ObserveSection(_Model):
+class ObserveSection(Section):
     """What is written beside the events."""
 
     preview_every: Annotated[int, Field(ge=0)] = 10
@@ -446,7 +420,7 @@ def _points(text: str) -> tuple[tuple[int, Decimal], ...]:
     return tuple((int(gpus), Decimal(throughput)) for gpus, throughput in map(str.split, text.split(",")))
 
 
-class GpuType(_Model):
+class GpuType(Section):
     """A type of GPU, beside the one that the durations in ``costs`` stand for."""
 
     generate: Positive = Decimal(1)
@@ -457,7 +431,7 @@ class GpuType(_Model):
     """Memory of one, in GiB. Needed with costs.memory."""
 
 
-class ScalingSection(_Model):
+class ScalingSection(Section):
     """How the throughput of a group grows with its GPUs: points (GPUs, throughput), straight lines between them.
 
     The defaults are assumed, in the shape that the paper describes (2.2, Fig. 3, which prints no numbers): a trainer
@@ -482,7 +456,7 @@ class ScalingSection(_Model):
         return value
 
 
-class MemorySection(_Model):
+class MemorySection(Section):
     """What has to fit on a GPU: arithmetic, not a measurement. Without ``parameters_b`` nothing is checked."""
 
     parameters_b: Positive | None = None
@@ -512,7 +486,7 @@ class MemorySection(_Model):
         return self
 
 
-class CostsSection(_Model):
+class CostsSection(Section):
     """Where durations come from before anything ran (``digen simulate``, ``digen plan``), and what GPUs can do.
 
     One of ``model``, ``durations`` and ``profile`` is the source. Training reads nothing here.
@@ -565,7 +539,7 @@ class CostsSection(_Model):
         return self
 
 
-class RunConfig(_Model):
+class RunConfig(Section):
     """A whole run, as ``digen train`` takes it."""
 
     run: RunSection = RunSection()

@@ -10,6 +10,7 @@
     │   ├── WorkerDied         the process ended (``.exit_code`` or ``.signal``, ``.log_tail``)
     │   ├── WorkerTimeout      it did not answer in time
     │   ├── WorkerRaised       its code raised; the remote traceback is attached as a note
+    │   ├── RankFailed         another rank of the same worker failed, or was not met
     │   └── ProtocolError      it answered something that is not an answer
     ├── RewardError            a reward could not be computed, or is not a finite number
     ├── NumericsError          a latent, log-probability, loss or gradient is not finite, or a floor is too high
@@ -105,6 +106,10 @@ class WorkerTimeout(WorkerError):
 
 class WorkerRaised(WorkerError):
     """The worker's own code raised an exception; its traceback is attached as a note."""
+
+
+class RankFailed(WorkerError):
+    """A rank of a worker gave up because of another one, whose own error says why."""
 
 
 class ProtocolError(WorkerError):

@@ -110,7 +110,11 @@ def test_the_bounds_above_cover_what_they_should() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in FIELDS if name not in {"algorithm.options", "model.lora", "reward.kwargs", "workers.gpus"}],
+    [
+        name
+        for name in FIELDS
+        if name not in {"algorithm.options", "model.lora", "reward.kwargs", "workers.engine_args", "workers.gpus"}
+    ],
 )
 def test_the_wrong_type_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}\b.*a mapping"):

@@ -31,6 +31,8 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "types",
                 "handles",
                 "config",
+                "resources",
+                "schema",
                 "events",
                 "extras",
                 "plan",
