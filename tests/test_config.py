@@ -113,7 +113,16 @@ def test_the_bounds_above_cover_what_they_should() -> None:
     [
         name
         for name in FIELDS
-        if name not in {"algorithm.options", "model.lora", "reward.kwargs", "workers.engine_args", "workers.gpus"}
+        if name
+        not in {
+            "algorithm.options",
+            "model.lora",
+            "reward.kwargs",
+            "workers.engine_args",
+            "workers.python",
+            "workers.ray.runtime_env",
+            "workers.gpus",
+        }
     ],
 )
 def test_the_wrong_type_is_refused_by_name(name: str) -> None:
