@@ -269,6 +269,10 @@ _SCHEDULE_FLAGS = {
 """Short flags of ``digen simulate`` and the fields of the schedule that they set."""
 
 
+_MANY = 500_000
+"""Simulated micro-batches that take more than a minute."""
+
+
 def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import ConfigError
 
@@ -287,6 +291,8 @@ def _simulate(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         if schedule.resolved_tag.partition("(")[0] != "search":
             print(f"this schedule's own policy is {schedule.resolved_tag}, which need not decide the same")
         return 0
+    if (total := durations.num_steps * durations.num_micro_batches) >= _MANY:
+        print(f"digen: playing {total:,} micro-batches, which takes minutes", file=sys.stderr)
     keep = None if options.json else shown_steps(durations)
     num_traced = 0
     if options.out is None:
@@ -358,6 +364,8 @@ def _plan(options: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise ConfigError(f"--write {options.write}: the file exists; choose another name, or delete it")
     if options.write is not None and not options.write.parent.is_dir():
         raise ConfigError(f"--write {options.write}: there is no folder {options.write.parent}; make it first")
+    if options.write is not None and not os.access(options.write.parent, os.W_OK):
+        raise ConfigError(f"--write {options.write}: nothing can be written in {options.write.parent}")
     outcome = plan(config, parse_gpus(options.gpus, config.costs), keep=options.keep, num_rows=options.rows)
     if options.json:
         import json
@@ -449,6 +457,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 def _fields() -> list[str]:
     """Every field with its default and help, from the models' docstrings."""
     import json
+    from typing import get_args
 
     from digen.config import RunConfig
 
@@ -463,6 +472,9 @@ def _fields() -> list[str]:
             shown = default if isinstance(default, str) else json.dumps(default)
             lines.append(f"--{prefix}{name}" + (f"  (default: {shown})" if default is not None else ""))
             lines.append(f"    {field.description}".replace("``", ""))
+            for section in get_args(field.annotation):  # one that may be absent
+                if default is None and hasattr(section, "model_fields"):
+                    walk(section, section().model_dump(mode="json"), f"{prefix}{name}.")
 
     walk(RunConfig, RunConfig().model_dump(mode="json"), "")
     return lines

@@ -600,10 +600,23 @@ def load_config(
 
 def validate(data: dict[str, Any], source: str) -> RunConfig:
     """Validate plain data as a :class:`RunConfig`; ``source`` is named in the error."""
+    if where := _find_key(data, "trust_remote_code"):
+        raise ConfigError(f"{source}: {where}: code from a model's folder or from the hub is never run; leave it out")
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _find_key(data: Any, key: str) -> str | None:
+    """The dotted path of a key, wherever it is."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for name, value in items:
+        if name == key:
+            return key
+        if found := _find_key(value, key):
+            return f"{name}.{found}"
+    return None
 
 
 def dump_yaml(config: RunConfig) -> str:

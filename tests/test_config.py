@@ -399,3 +399,15 @@ class TestFiles:
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.name)
 def test_every_shipped_config_loads(path: Path) -> None:
     assert load_config(path).run.num_steps >= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward.kwargs", {"trust_remote_code": True}),
+        ("workers.engine_args", {"model": [{"trust_remote_code": False}]}),
+    ],
+)
+def test_running_code_of_a_model_is_refused_wherever_it_is_asked_for(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}\..*trust_remote_code: code from a model's folder .* is never run"):
+        load_config(None, {key: value})
