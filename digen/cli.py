@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     check = _command(commands, "check", "validate a config, print it and what it comes to, start nothing", _check)
     _add_config(check)
 
+    doctor = _command(commands, "doctor", "say what this machine has, and what a config is missing here", _doctor)
+    _add_config(doctor)
+    doctor.add_argument("--json", action="store_true", help="print everything as JSON")
+    doctor.epilog = "Exit code 0: nothing is missing; 1: something is."
+
     evaluate = _command(commands, "eval", "evaluate a checkpoint, or the model before training; trains nothing", _eval)
     _add_config(evaluate)
     evaluate.add_argument("--checkpoint", metavar="latest|PATH", help="of the run; default: the model before training")
@@ -203,6 +208,20 @@ def _check(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = _load(options.config, overrides)
+    from digen.doctor import as_json, describe, diagnose
+
+    found = diagnose(config)
+    if options.json:
+        import json
+
+        print(json.dumps(as_json(found)))
+    else:
+        print("\n".join(describe(found)))
+    return 1 if found.missing else 0
+
+
 def _eval(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = _load(options.config, overrides)
     from digen.observe.text import format_metrics
@@ -223,8 +242,11 @@ def _export(options: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _facts(prepared: Prepared) -> list[str]:
     """What a config comes to: the plan's arithmetic, the schedule, the workers, and what is not installed here."""
+    from digen import placement
     from digen.errors import MissingExtra
     from digen.extras import require
+    from digen.machine import look
+    from digen.placement import worker_names
     from digen.sched.admission import stale_limit
 
     plan, config = prepared.plan, prepared.config
@@ -240,7 +262,10 @@ def _facts(prepared: Prepared) -> list[str]:
     pools = f"{generators} generator{'s' * (generators > 1)}, 1 trainer" if generators else "1, which does every stage"
     scorers = config.workers.scorers
     pools += f", {scorers} scorer{'s' * (scorers > 1)}" if scorers else ""
-    facts.append(f"workers: {pools}")
+    pools += "".join(f", judge {name} x {judge.replicas}" for name, judge in config.workers.judges.items())
+    counts = {name: config.workers.num_ranks(name) for name in worker_names(config)}
+    ranks = [f"{name} of {count} ranks" for name, count in counts.items() if count > 1]
+    facts.append(f"workers: {'; '.join([pools, *ranks])}")
     times = (
         ("at the start", evaluation.at_start),
         (f"every {evaluation.every} steps", evaluation.every),
@@ -250,11 +275,13 @@ def _facts(prepared: Prepared) -> list[str]:
     prompts = min(evaluation.num_prompts, len(prepared.prompts.held_out))
     samples = f"{prompts} prompts x {evaluation.samples_per_prompt} samples"
     facts.append(f"evaluation: {samples} {when}" if when else "evaluation: none")
+    facts += placement.remarks(config)
     for extra in prepared.extras:
         try:
             require(extra)
         except MissingExtra as error:
             facts.append(f"not here yet: {error}")
+    facts += [f"not here yet: {line}" for line in placement.missing(config, look(), plan)]
     return facts
 
 

@@ -316,6 +316,9 @@ class OptimizerSection(Section):
     """Weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the gradient's global norm."""
+    master_weights: bool = False
+    """Train float32 weights and compute with them in model.dtype. Without it a model in half precision is trained in
+    that, which rounds small steps away. An adapter (model.lora) always is float32."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -564,6 +567,22 @@ class RunConfig(Section):
             raise ValueError("workers.generators must be 0 in mode colocated: one worker does every stage, all cores")
         if not colocated and self.workers.generators == 0:
             raise ValueError(f"workers.generators must be at least 1 in mode {self.schedule.mode}")
+        return self
+
+    @model_validator(mode="after")
+    def _master_weights_are_of_use(self) -> Self:
+        if self.optimizer.master_weights and (self.model.lora is not None or "16" not in self.model.dtype):
+            what = "model.lora" if self.model.lora is not None else f"model.dtype={self.model.dtype}"
+            raise ValueError(f"optimizer.master_weights: with {what} none are trained in half precision; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _broadcast_reaches_everybody(self) -> Self:
+        if self.workers.weights.channel == "broadcast":
+            if self.schedule.sync != "hold":
+                raise ValueError("workers.weights.channel=broadcast needs schedule.sync=hold, where all load at once")
+            if self.workers.type == "ray":
+                raise ValueError("workers.weights.channel=broadcast is for one machine; with workers.type=ray: memory")
         return self
 
     @property

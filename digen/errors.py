@@ -75,7 +75,8 @@ class WorkerDied(WorkerError):
     """A worker process ended while it was needed.
 
     ``exit_code`` is the exit status, or ``None`` when a signal ended it; ``signal`` the reverse.
-    ``log_tail`` holds the last lines that the worker wrote.
+    ``log_tail`` holds the last lines that the worker wrote. ``how`` says in words how it ended, where neither a status
+    nor a signal tells.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class WorkerDied(WorkerError):
         signal: int | None = None,
         log_tail: str = "",
         log_path: str = "",
+        how: str = "",
     ) -> None:
         self.exit_code = exit_code
         self.signal = signal
         self.log_tail = log_tail
-        how = f"killed by {_signal_name(signal)}" if signal is not None else f"exit code {exit_code}"
+        how = how or (f"killed by {_signal_name(signal)}" if signal is not None else f"exit code {exit_code}")
         message = f"worker {worker!r} died ({how}) " + (f"during {task}" if task else "while idle")
         if log_path:
             message += f"; its log is {log_path}"

@@ -20,7 +20,7 @@ Optional methods are looked up by name and used when they exist:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from digen.types import (
@@ -30,6 +30,7 @@ from digen.types import (
     EvaluationRequest,
     LoadReport,
     MicroBatch,
+    Payload,
     Prompt,
     Publication,
     Rollout,
@@ -91,6 +92,49 @@ class Trainer(Handle, Protocol):
 
     async def publish(self, version: int, /) -> Publication:
         """Make the weights of ``version``, the current one, available to generators."""
+        ...
+
+
+class PlacedPayload(Protocol):
+    """A payload that its maker writes in place, also after it was handed out."""
+
+    @property
+    def views(self) -> Mapping[str, memoryview]:
+        """The arrays, writable."""
+        ...
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Where they lie in the segment, in bytes."""
+        ...
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment; the same memory each time that it occurs."""
+        ...
+
+    @property
+    def descriptor(self) -> int:
+        """Of the segment, for other processes of this user; open as long as this process lives."""
+        ...
+
+    @property
+    def payload(self) -> Payload:
+        """What to return to the driver."""
+        ...
+
+
+class Memory(Protocol):
+    """Shared memory of a worker process. A target with a method ``lend_memory(memory)`` is lent it once it is built."""
+
+    def place(
+        self, arrays: Mapping[str, tuple[str, tuple[int, ...]]], written: Callable[[Mapping[str, memoryview]], bool]
+    ) -> PlacedPayload:
+        """Take a segment for arrays of these ``struct`` formats and shapes; their content is arbitrary.
+
+        It is lent as any payload, and given back if it is never returned to the driver. It is not used again before
+        ``written(views)`` says that nobody writes it any more.
+        """
         ...
 
 

@@ -17,16 +17,17 @@ from typing import Any
 
 import msgspec
 
-from digen import __version__
+from digen import __version__, judges
 from digen.checkpoint import RunState, Weights, find, weights_of
 from digen.config import RunConfig, dump_yaml, load_config
 from digen.diffusion import families
 from digen.errors import CheckpointError, ConfigError
 from digen.events import Evaluated, read_events
 from digen.extras import require
-from digen.runner import ROLES, evaluation_request, prepare, process_worker
-from digen.types import EvaluationReport
-from digen.workers import ProcessWorker
+from digen.fleet import ROLES, build_process
+from digen.runner import evaluation_request, prepare
+from digen.types import EvaluationReport, EvaluationRequest
+from digen.workers.handle import TargetHandle
 
 EVALUATION, PROVENANCE = "evaluation.json", "provenance.json"
 """What says which weights were evaluated, or exported, beside the result."""
@@ -94,18 +95,20 @@ def evaluate(
         raise ConfigError("--weights ema needs a --checkpoint: the model before training has no moving average")
     for extra in prepared.extras:
         require(extra)
+    judges.require(config)
     label = found.label if found is not None else "base"
     folder = out if out is not None else config.folder.with_name(f"{config.run.name}-eval") / label
     with _made(folder) as unfinished:
         request = evaluation_request(prepared, unfinished / "samples.png")
-        worker = _worker(
-            config,
-            f"{ROLES}:EvaluatorTarget",
-            log_dir=unfinished / "logs",
-            weights=str(found.file.resolve()) if found is not None else None,
-            version=found.state.version if found is not None else 0,
+        report = asyncio.run(
+            _evaluate(
+                config,
+                request,
+                log_dir=unfinished.resolve() / "logs",
+                weights=str(found.file.resolve()) if found is not None else None,
+                version=found.state.version if found is not None else 0,
+            )
         )
-        report: EvaluationReport = asyncio.run(_call(worker, "evaluate", request))
         facts = found.facts() if found is not None else {"version": 0, "weights": "base", "checkpoint": None}
         facts |= {"num_samples": report.num_samples, "seed": request.seed, "metrics": report.metrics}
         _write_json(unfinished / EVALUATION, _about(config) | facts)
@@ -183,12 +186,22 @@ def _made(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _worker(config: RunConfig, target: str, *, log_dir: Path | None, **kwargs: Any) -> ProcessWorker:
-    name = "gen0" if config.num_generators else "trainer"  # whose GPUs and threads it has
-    return process_worker(config, name, target, log_dir=log_dir, **kwargs)
+def _worker(config: RunConfig, target: str, *, log_dir: Path | None, **kwargs: Any) -> TargetHandle:
+    name = "gen0" if config.num_generators else "trainer"  # whose GPU and threads it has
+    return build_process(config, name, target, log_dir=log_dir, alone=True, **kwargs)
 
 
-async def _call(worker: ProcessWorker, method: str, argument: Any) -> Any:
+async def _evaluate(
+    config: RunConfig, request: EvaluationRequest, *, log_dir: Path, weights: str | None, version: int
+) -> EvaluationReport:
+    async with judges.judged(config, log_dir) as served:
+        target = f"{ROLES}:EvaluatorTarget"
+        worker = _worker(served, target, log_dir=log_dir, weights=weights, version=version)
+        report: EvaluationReport = await _call(worker, "evaluate", request)
+    return report
+
+
+async def _call(worker: TargetHandle, method: str, argument: Any) -> Any:
     async with worker:
         return await worker.call(method, argument)
 

@@ -55,7 +55,8 @@ def tiny(config: RunConfig, overrides: Mapping[str, Any] | None = None) -> RunCo
         data["algorithm"]["advantage"] = config.algorithm.advantage.model_dump(mode="json") | {"best_of_n": 2}
     if any(head.name not in _MODELLESS for head in config.reward.resolved_heads):
         data["reward"] = {"name": "jpeg_incompressibility"}
-    data["workers"] |= {"generators": None if config.schedule.mode == "colocated" else 1, "gpus": {}}
+    data["workers"] |= {"type": "process", "generators": None if config.schedule.mode == "colocated" else 1}
+    data["workers"] |= {name: {} for name in ("ranks", "gpus", "engines", "engine_args", "python", "judges", "fsdp")}
     data["evaluation"] |= {"num_prompts": 1, "samples_per_prompt": 2, "num_inference_steps": 4, "every": 0}
     for key, value in (overrides or {}).items():
         set_dotted(data, key, value)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
-import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from digen import judges, placement
 from digen.checkpoint import Checkpoints, completed
 from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
@@ -29,7 +29,9 @@ from digen.diffusion import algorithms, families, rewards
 from digen.errors import ConfigError, DigenError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
 from digen.extras import require
+from digen.fleet import build_workers
 from digen.groups import GroupAssembler
+from digen.machine import look
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress
 from digen.observe.report import text_summary, write_report
@@ -38,15 +40,13 @@ from digen.observe.trace import write_trace
 from digen.plan import Plan
 from digen.sched import Scheduler
 from digen.types import EvaluationReport, EvaluationRequest, StepReport, derive_seed
-from digen.workers import Pool, ProcessWorker
+from digen.workers import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 log = structlog.get_logger("digen")
 
-ROLES = "digen.diffusion.roles"
-"""Where the targets of the workers are."""
 _LOCK = "lock"
 
 
@@ -87,6 +87,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     family = families.lookup(config.model.family)
     families.source(config.model)
+    placement.check(config)
     prompts = load_prompts(config.prompts, family.prompts, config.run.seed)
     plan = Plan(
         prompts.train,
@@ -102,7 +103,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_metadata(prompts, family.metadata, config.model.family)
     extras = (*family.extras, *rewards.check(config.reward, (*prompts.train, *prompts.held_out)))
     extras += ("video",) * (config.evaluation.video == "mp4")
-    _workers(config)
+    build_workers(config)
     defer_divisor = settings is not None and settings.defers_divisor
     advantage = config.algorithm.advantage
     if config.plan.samples_per_prompt == 1 and advantage.kind != "global":
@@ -115,6 +116,21 @@ def prepare(config: RunConfig) -> Prepared:
         stream, wait = "advantages stream, divided at commit", "advantages wait for the step's last reward"
         log.info(stream if groups.defers else wait, kind=advantage.kind)
     return Prepared(config, prompts, plan, tuple(dict.fromkeys(extras)), defer_divisor)
+
+
+def require_machine(prepared: Prepared) -> None:
+    """Refuse to start workers that this machine cannot run, and log what may not be meant.
+
+    Raises:
+        ConfigError: names everything that is missing, with its mend.
+        MissingExtra: an extra is not installed.
+    """
+    for extra in prepared.extras:
+        require(extra)
+    machine = look()
+    placement.require(prepared.config, machine, prepared.plan)
+    for remark in placement.remarks(prepared.config, machine, prepared.plan):
+        log.warning(remark)
 
 
 def _check_metadata(prompts: PromptSet, keys: tuple[str, ...], family: str) -> None:
@@ -170,8 +186,7 @@ def how_to_continue(folder: Path) -> str:
 
 async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool, signals: bool) -> RunReport:
     prepared = prepare(config)
-    for extra in prepared.extras:
-        require(extra)
+    require_machine(prepared)
     folder = config.folder
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -182,6 +197,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         settings={
             "model.dtype": config.model.dtype,
             "optimizer.name": config.optimizer.name,
+            "optimizer.master_weights": str(config.optimizer.master_weights).lower(),
             "algorithm.name": config.algorithm.name,
         },
     )
@@ -193,7 +209,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
         if progress:
-            count = config.num_generators + config.workers.scorers + 1
+            count = config.num_generators + config.workers.scorers + 1 + sum(map(len, judges.names(config).values()))
             print(f"starting {count} worker{'s' * (count > 1)}, logs in {folder / 'logs'}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
@@ -235,7 +251,11 @@ async def _train(
     prepared: Prepared, checkpoints: Checkpoints, checkpoint: Path | None, sinks: Sequence[Sink], *, signals: bool
 ) -> tuple[tuple[StepReport, ...], str]:
     config, plan = prepared.config, prepared.plan
-    async with _interruptible(signals) as interrupt, Pool(_workers(config)) as pool:
+    async with (
+        _interruptible(signals) as interrupt,
+        judges.judged(config, config.folder.resolve() / "logs") as served,
+        Pool(build_workers(served)) as pool,
+    ):
         trainer = pool["trainer"]
         start_step = 0 if checkpoint is None else await trainer.restore(str(checkpoint))
         evaluator = trainer if config.num_generators == 0 else pool["gen0"]
@@ -267,44 +287,6 @@ async def _train(
 
 def _names(prefix: str, count: int) -> list[str]:
     return [f"{prefix}{number}" for number in range(count)]
-
-
-def _workers(config: RunConfig) -> list[ProcessWorker]:
-    gpus, folder = config.workers.gpus, config.folder.resolve()
-    targets = {"trainer": f"{ROLES}:{'ColocatedTarget' if config.num_generators == 0 else 'TrainerTarget'}"}
-    targets |= dict.fromkeys(_names("gen", config.num_generators), f"{ROLES}:GeneratorTarget")
-    targets |= dict.fromkeys(_names("scorer", config.workers.scorers), f"{ROLES}:ScorerTarget")
-    unknown = sorted(set(gpus) - set(targets))
-    if unknown:
-        raise ConfigError(f"workers.gpus names {', '.join(unknown)}; the workers are {', '.join(sorted(targets))}")
-    without = [name for name in targets if not gpus.get(name)]
-    if without and config.model.device.startswith("cuda"):
-        raise ConfigError(f"model.device is {config.model.device}, but workers.gpus gives {', '.join(without)} no GPU")
-    return [
-        process_worker(config, name, target, log_dir=folder / "logs", folder=str(folder))
-        for name, target in targets.items()
-    ]
-
-
-def process_worker(config: RunConfig, name: str, target: str, *, log_dir: Path | None, **kwargs: Any) -> ProcessWorker:
-    """A worker of a config by its name: with its GPUs, its threads, and the keys of the rewards where it scores.
-
-    The target is called with the config as plain data and with ``kwargs``.
-    """
-    workers = config.workers
-    colocated = config.num_generators == 0
-    return ProcessWorker(
-        name,
-        target,
-        kwargs={"config": config.model_dump(mode="json"), **kwargs},
-        gpus=workers.gpus.get(name, ()),
-        threads=(workers.colocated_threads or _num_cores()) if colocated else workers.threads,
-        env=None if target.endswith(":TrainerTarget") else rewards.secrets(config.reward),
-        log_dir=log_dir,
-        checksums=workers.checksums,
-        start_timeout_s=workers.start_timeout_s,
-        stop_grace_s=workers.stop_grace_s,
-    )
 
 
 def evaluation_request(prepared: Prepared, image: Path) -> EvaluationRequest:
@@ -355,11 +337,6 @@ def _write_config(config: RunConfig, folder: Path) -> None:
         path.rename(folder / f"config.{number}.yaml")
         log.warning("the config differs from the one before, which is kept", kept=f"config.{number}.yaml")
     path.write_text(text, encoding="utf-8")
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_untouched(folder: Path) -> bool:

@@ -171,14 +171,18 @@ class CommitReport(Struct, frozen=True):
 
 
 class Publication(Struct, frozen=True):
-    """Weights of one version, ready to be loaded by generators."""
+    """Weights of one version, for generators to load. They may still be on their way when this arrives."""
 
     version: int
     payload: Payload
-    checksum: int
-    """xxh3-64 over all published tensors."""
+    """The weights, if they travel in memory."""
+    checksum: int | None
+    """xxh3-64 over all published tensors; ``None`` where it was not known yet. Then whoever loads checks every tensor
+    against the sum beside it, and all loads of a version must report the same."""
     num_tensors: int
     nbytes: int
+    url: str = ""
+    """Where the weights are, if not in the payload: ``file:`` or ``tcp:``."""
 
 
 class LoadReport(Struct, frozen=True):
@@ -187,6 +191,8 @@ class LoadReport(Struct, frozen=True):
     version: int
     checksum: int
     num_tensors: int
+    num_copied: int | None = None
+    """Tensors that were copied, if counted: fewer than all where unchanged ones are left alone. Not compared."""
 
 
 class EvaluationRequest(Struct, frozen=True):

@@ -53,7 +53,7 @@ class Generator:
         """Take over published weights."""
         self._policy.mean = publication.payload["mean"]
         self._policy.version = publication.version
-        return digen.LoadReport(publication.version, publication.checksum, publication.num_tensors)
+        return digen.LoadReport(publication.version, hash(self._policy.mean), num_tensors=1)
 
 
 class Scorer:

@@ -251,7 +251,7 @@ class Timed(NoOp):
     def load(self, publication: Publication) -> LoadReport:
         """Follow the version."""
         self.version = publication.version
-        return LoadReport(publication.version, publication.checksum, publication.num_tensors)
+        return LoadReport(publication.version, publication.checksum or 0, publication.num_tensors)
 
 
 async def scheduled(

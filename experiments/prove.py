@@ -22,6 +22,7 @@ PACKAGES = ("digen-rl", "torch", "diffusers", "transformers", "numpy", "msgspec"
 PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "overhead": (["experiments/overhead.py"], {}),
     "transport": (["experiments/transport.py"], {}),
+    "weights": (["experiments/weights.py"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
     "timelines": (["experiments/timelines.py"], {}),
     "ablation": (["experiments/ablation.py"], {}),
@@ -34,6 +35,7 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "assist": (["experiments/assist.py"], {}),
     "scaling": (["experiments/scaling.py"], {}),
     "staleness": (["experiments/staleness.py"], {}),
+    "sharding": (["experiments/sharding.py"], {}),
 }
 """Name: (arguments of the interpreter, environment)."""
 

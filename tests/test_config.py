@@ -411,3 +411,24 @@ def test_every_shipped_config_loads(path: Path) -> None:
 def test_running_code_of_a_model_is_refused_wherever_it_is_asked_for(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{key}\..*trust_remote_code: code from a model's folder .* is never run"):
         load_config(None, {key: value})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"workers.weights.channel": "broadcast"}, r"workers\.weights\.channel=broadcast needs schedule\.sync=hold"),
+        (
+            {"workers.weights.channel": "broadcast", "schedule.sync": "hold", "workers.type": "ray"},
+            r"broadcast is for one machine; with workers\.type=ray: memory",
+        ),
+        ({"workers.weights.folder": "x"}, r"workers\.weights: folder is of the channel files, but channel is auto"),
+        (
+            {"workers.weights.channel": "broadcast", "workers.weights.skip_unchanged": True},
+            r"workers\.weights: skip_unchanged: the channel broadcast sends everything",
+        ),
+        ({"workers.weights.channel": "cuda_ipc"}, r"workers\.weights\.channel"),
+    ],
+)
+def test_weight_channels_that_cannot_be(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from digen.config import RunConfig, load_config
 from digen.errors import ConfigError
+from digen.placement import worker_names
 from digen.presets import SIZES, ensure_model, tiny
 from digen.runner import prepare
 
@@ -29,11 +31,13 @@ def test_is_valid_as_it_is(path: Path) -> None:
     config = load_config(path)
     prepared = prepare(config)
     assert config.run.name.replace("-", "_") == path.stem
-    assert prepared.plan.num_micro_batches == config.plan.prompts_per_step
-    workers = {f"gen{number}" for number in range(config.num_generators)} | {"trainer"}
-    assert set(config.workers.gpus) == workers
-    used = [gpu for gpus in config.workers.gpus.values() for gpu in gpus]
-    assert sorted(used) == list(range(len(workers)))  # one each
+    split = config.plan.samples_per_prompt // (config.plan.micro_batch_size or config.plan.samples_per_prompt)
+    assert prepared.plan.num_micro_batches == split * config.plan.prompts_per_step
+    names = worker_names(config)
+    (gpus,) = re.findall(r"on (\d+) GPUs", path.read_text().replace("\n# ", " "))
+    assert sum(map(config.workers.num_ranks, names)) == int(gpus)
+    if config.workers.type == "process":
+        assert sorted(gpu for name in names for gpu in config.workers.gpus[name]) == list(range(int(gpus)))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -54,6 +54,13 @@ def test_assists_on_the_real_job() -> None:
     assert "simulated time of a run is off by at most" in out
 
 
+def test_weights_of_two_ranks() -> None:
+    out = run("weights.py", "--small", "--rounds", "1", "--ranks", "2")
+    for channel in ("memory", "files", "broadcast", "gather"):
+        assert re.search(rf"^2 +{channel} +0\.3 ", out, re.MULTILINE)
+    assert re.search(r"^2 +pull mode: the trainer stalls for \d", out, re.MULTILINE)
+
+
 def test_stage_scaling(tmp_path: Path) -> None:
     out = run("scaling.py", "--model-only", "--out", str(tmp_path))
     assert "simulated: stage model, assumed parameters" in out
@@ -96,6 +103,14 @@ def test_policies(tmp_path: Path) -> None:
     assert len(re.findall(r"^0\.5 +(?:hold|pull) +horizon", out, re.MULTILINE)) == 4
     assert out.rstrip().splitlines()[-2].endswith("met")
     assert "<svg" in (tmp_path / "policies.svg").read_text()
+
+
+def test_sharding() -> None:
+    out = run("sharding.py", "--chunks", "all", "--repeats", "1", "--steps", "2")
+    # Eight blocks are gathered twice, for the forward and for its backward, and the rest of the network once.
+    assert re.search(r"^full +all +17 +9 ", out, re.MULTILINE)
+    assert re.search(r"^replica +9 ", out, re.MULTILINE), "every weight is gathered once"
+    assert out.rstrip().endswith("the same curve up to 1e-3: met")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: str(path.name))

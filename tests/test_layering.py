@@ -54,6 +54,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
             f"digen.{name}"
             for name in (
                 "runner",
+                "fleet",
                 "offline",
                 "presets",
                 "checkpoint",
@@ -64,6 +65,9 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "twin",
                 "timeline",
                 "cli",
+                "judges",
+                "placement",
+                "machine",
             )
         ),
         (),

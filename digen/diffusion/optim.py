@@ -11,6 +11,7 @@ from torch import Tensor
 
 from digen.config import OptimizerSection
 from digen.diffusion.families.base import compute_dtype
+from digen.diffusion.sharding import is_sharded, local
 
 
 def build_optimizer(parameters: Sequence[torch.nn.Parameter], section: OptimizerSection) -> torch.optim.Optimizer:
@@ -47,7 +48,7 @@ def ema_decay(step: int, limit: float) -> float:
 
 
 class WeightCopy:
-    """Values of named parameters beside their own, float32 or better.
+    """Values of named parameters beside their own, float32 or better; sharded where the parameters are.
 
     Args:
         parameters: what is copied.
@@ -78,15 +79,25 @@ class WeightCopy:
 
     @contextmanager
     def lent(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, ``parameters`` have these values. Gradients stay; afterwards all is as it was, bit for bit."""
-        own = {name: parameter.data for name, parameter in parameters.items()}
+        """Inside, ``parameters`` have these values. Gradients stay; afterwards all is as it was, bit for bit.
+
+        Sharded ones are overwritten in their own memory, from which FSDP gathers.
+        """
+        own = {name: local(p).clone() if is_sharded(p) else p.data for name, p in parameters.items()}
         try:
             for name, tensor in self.like(parameters).items():
-                parameters[name].data = tensor
+                _set(parameters[name], local(tensor))
             yield
         finally:
             for name, data in own.items():
-                parameters[name].data = data
+                _set(parameters[name], data)
+
+
+def _set(parameter: Tensor, data: Tensor) -> None:
+    if is_sharded(parameter):
+        local(parameter).copy_(data)
+    else:
+        parameter.data = data
 
 
 class MovingAverage(WeightCopy):

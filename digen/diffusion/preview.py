@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from digen.diffusion.families.base import Images
+from digen.diffusion.ranks import Ranks
 from digen.errors import MissingExtra
 
 VideoFormat = Literal["gif", "mp4"]
@@ -40,6 +42,14 @@ def cells_of(images: Images) -> list[Cell]:
     return [
         tuple(_picture(frame).resize(size, resample) for frame in (sample if video else [sample])) for sample in images
     ]
+
+
+def gather_cells(cells: Sequence[Cell], ranks: Ranks) -> Sequence[Cell] | None:
+    """Every rank's cells on rank 0, which must have one if another has; ``None`` on the others."""
+    if ranks.num_ranks == 1:
+        return cells
+    found = ranks.gather(torch.from_numpy(np.array([[np.asarray(frame) for frame in cell] for cell in cells])))
+    return None if found is None else [tuple(map(Image.fromarray, cell)) for cell in found.numpy()]
 
 
 @dataclass(frozen=True, slots=True)

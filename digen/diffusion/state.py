@@ -1,26 +1,71 @@
-"""Tensors and numbers on disk: safetensors and JSON, written through to the device, with their hashes."""
+"""Tensors and numbers on disk: safetensors and JSON, written through to the device, with their hashes.
+
+A file does not tell how many ranks wrote it. The rows that a rank has of a sharded tensor lie together in it, so all
+ranks write into one file at the same time, and any number of ranks reads its own rows back. torch's distributed
+checkpoints would do the same, but their metadata is a pickle.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from digen.diffusion.ranks import Ranks
+from digen.diffusion.sharding import is_first_replica, local, own_rows
 from digen.errors import CheckpointError
 
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of safetensors."""
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write and fsync a safetensors file; returns its SHA-256 in hexadecimal."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    return _sync(path)
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks | None = None) -> str:
+    """Write and fsync a safetensors file; returns its SHA-256 in hexadecimal.
+
+    Args:
+        path: the file; with several ranks in a folder that all of them see.
+        tensors: whole ones, the same on all ``ranks``, or sharded ones.
+        ranks: who calls this, with the same path, all of them; alone by default. Only rank 0 returns the hash.
+    """
+    ranks = ranks or Ranks()
+    header, places = _layout(tensors)
+    with ranks.together():
+        if ranks.rank == 0:
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(len(header) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
+    with ranks.together(), path.open("r+b") as file:
+        for name, tensor in tensors.items():
+            rows = own_rows(tensor)
+            if is_first_replica(tensor) if rows is not None else ranks.rank == 0:
+                before = 0 if rows is None else rows.start * math.prod(tensor.shape[1:])
+                file.seek(len(header) + places[name] + before * tensor.itemsize)
+                file.write(local(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    with ranks.together():
+        return _sync(path) if ranks.rank == 0 else ""
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> str:
@@ -29,14 +74,56 @@ def write_json(path: Path, values: Mapping[str, Any]) -> str:
     return _sync(path)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into storage of its own.
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """An open safetensors file."""
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its tensors."""
+    _file: Any
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Check that it has tensors of the names and shapes of ``wanted``, and no others.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        wrong = sorted(self.shapes.keys() ^ wanted.keys())
+        wrong = wrong or [name for name, tensor in wanted.items() if self.shapes[name] != tuple(tensor.shape)]
+        if wrong:
+            raise CheckpointError(f"{self.path} is of another model: {len(wrong)} tensors differ, first {wrong[0]!r}")
+
+    def like(self, name: str, parameter: Tensor) -> Tensor:
+        """A tensor, sharded and on the device as ``parameter`` is if it has its shape; in its own precision."""
+        if self.shapes[name] != tuple(parameter.shape):
+            whole: Tensor = self._file.get_tensor(name)
+            return whole.clone()
+        dtype = {text: dtype for dtype, text in _DTYPES.items()}[self._file.get_slice(name).get_dtype()]
+        made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        self.read({name: made})
+        return made
+
+    @torch.no_grad()
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Copy tensors into others of the same name, in place and in their precision; of sharded ones the own rows."""
+        for name, tensor in into.items():
+            rows, target = own_rows(tensor), local(tensor)
+            if target.numel():
+                found = self._file.get_slice(name)[rows] if rows is not None else self._file.get_tensor(name)
+                target.copy_(found)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """Open a safetensors file.
 
     Raises:
         CheckpointError: it is missing or corrupt.
     """
     try:
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+        with safe_open(path, framework="pt") as file:
+            yield TensorFile(path, {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}, file)  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error}; use an earlier checkpoint") from error
 
@@ -56,28 +143,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_tensors(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Check that the tensors of a file have the names and shapes of ``wanted``.
-
-    Raises:
-        CheckpointError: they are of another model.
-    """
-    wrong = sorted(found.keys() ^ wanted.keys()) or [n for n in wanted if found[n].shape != wanted[n].shape]
-    if wrong:
-        raise CheckpointError(f"{path} is of another model: {len(wrong)} tensors differ, first {wrong[0]!r}")
-
-
-@torch.no_grad()
 def load_weights(path: Path, parameters: Mapping[str, Tensor]) -> None:
     """Copy the weights in a checkpoint's file into the parameters, in place and in their precision.
 
     Raises:
         CheckpointError: the file cannot be read, or is of another model; nothing was copied then.
     """
-    weights = read_tensors(path)
-    check_tensors(path, weights, parameters)
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+    with open_tensors(path) as file:
+        file.check(parameters)
+        file.read(parameters)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """A file's beginning, and where each tensor begins after it: the widest elements first, so that all are aligned."""
+    entries: dict[str, Any] = {}
+    places, end = {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        places[name], end = end, end + math.prod(tensor.shape) * tensor.itemsize
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [places[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def _sync(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 Every update adds the *unnormalised* gradient of its (item, timestep) terms; the commit divides once by their number
 Z over the whole step. So neither the order of the micro-batches, nor the terms in one forward (TSP, paper 3.2.2), nor
-best-of-N changes the gradient.
+best-of-N, nor the number of ranks that share the forwards changes the gradient.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from digen.checkpoint import WEIGHT_FILES
 from digen.config import RunConfig
@@ -23,7 +24,9 @@ from digen.diffusion.algorithms.base import Batch, Forward, build_algorithm
 from digen.diffusion.chunks import ForwardSize, ForwardSizes
 from digen.diffusion.families.base import Family
 from digen.diffusion.optim import MovingAverage, WeightCopy, build_optimizer, learning_rate
-from digen.diffusion.state import check_tensors, read_json, read_tensors, write_json, write_tensors
+from digen.diffusion.ranks import Ranks
+from digen.diffusion.sharding import Shards
+from digen.diffusion.state import open_tensors, read_json, write_json, write_tensors
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.units import padded_units
 from digen.errors import CheckpointError, InvariantViolation, NumericsError, StalenessViolation, StepFailed
@@ -39,18 +42,27 @@ class Learner:
     Args:
         family: its parameters are trained in place.
         config: algorithm, optimizer, forward size and window are read from it.
+        ranks: that train together: each has a learner, and all make the same calls with the same arguments. They shard
+            the family (FSDP2) and share the forwards of an update; what they report is the same.
 
     Raises:
-        ConfigError: the algorithm is unknown or does not take its options.
+        ConfigError: the algorithm is unknown or does not take its options, or the family cannot be sharded.
     """
 
-    def __init__(self, family: Family, config: RunConfig) -> None:
+    def __init__(self, family: Family, config: RunConfig, ranks: Ranks | None = None) -> None:
         self.version = 0
         """Optimizer steps taken."""
         self.algorithm = build_algorithm(config)
         """What is minimised."""
         self._family = family
         self._config = config
+        self._ranks = ranks or Ranks()
+        several, master_weights = self._ranks.num_ranks > 1, config.optimizer.master_weights
+        self._shards = (
+            Shards(family, config.workers.fsdp, self._ranks, master_weights=master_weights)
+            if several or master_weights
+            else None
+        )
         self._parameters = family.parameters()
         self.algorithm.begin(self._parameters)
         section = config.optimizer
@@ -63,12 +75,21 @@ class Learner:
         self._step: int | None = None
         self._num_terms: dict[int, int] = {}
         self._old_log_probs: str | None = None  # decided by the start-up check
-        self._forwards = ForwardSizes(config.algorithm.tsp_chunk, self._optimizer)
+        chunk = config.algorithm.tsp_chunk
+        # An attempt that fails on one rank would leave the others waiting in a collective.
+        self._forwards = ForwardSizes("all" if several and chunk == "auto" else chunk, self._optimizer)
         self._parked: dict[str, Tensor] | None = None
+        self._gathered = False
 
     def published_parameters(self) -> Mapping[str, Tensor]:
-        """What generators are to sample with."""
+        """What generators are to sample with; float32 where the optimizer has master weights."""
         return self.algorithm.published_parameters(self._parameters)
+
+    @property
+    def overwrites_published(self) -> bool:
+        """Whether an update lends other values to what is published, in its memory."""
+        held = self.algorithm.held()
+        return self._shards is not None and held is not None and self.published_parameters() is self._parameters
 
     def sampling_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that generators have; for an assist, and for evaluation."""
@@ -91,6 +112,8 @@ class Learner:
             NumericsError: an advantage, log-probability or loss is not finite, or the start-up check fails.
             InvariantViolation: the micro-batch was added before, is of another step, or does not fit its arrays.
             StalenessViolation: ``version`` is outside the window.
+            StepFailed: memory does not suffice.
+            RankFailed: another rank's share failed.
 
         An error while gradients are being added voids the transaction: nothing of it can be committed.
         """
@@ -106,8 +129,14 @@ class Learner:
                     metrics["ratio/floor"] = self._start_up_check(batch, size, *tolerance)
                 recompute = fresh and self._old_log_probs == "recompute"
                 metrics |= self._accumulate(replace(batch, recompute=recompute), size)
+        except torch.OutOfMemoryError as error:
+            self._give_up()
+            raise StepFailed(
+                f"a forward of {size.items} samples at {size.steps} timesteps does not fit in memory ({error}); "
+                "set algorithm.tsp_chunk to fewer timesteps, or model.forward_batch to fewer samples"
+            ) from error
         except BaseException:
-            self._abandon()
+            self._give_up()
             raise
         num_terms = sum(map(len, batch.steps))
         self._num_terms[micro_batch.index] = num_terms
@@ -133,10 +162,11 @@ class Learner:
         if scale is not None:
             torch._foreach_mul_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients)
-        if not bool(torch.isfinite(norm)):
+        size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(size):
             self._abandon()
             raise NumericsError(
-                f"the gradient's norm at step {step} is {float(norm)}; the policy has diverged: "
+                f"the gradient's norm at step {step} is {size}; the policy has diverged: "
                 "lower optimizer.lr, or go back to an earlier checkpoint"
             )
         section = self._config.optimizer
@@ -151,13 +181,13 @@ class Learner:
         self.version += 1
         self.algorithm.committed(self.version, self._parameters)
         self._abandon()
-        return CommitReport(version=self.version, num_terms=num_terms, metrics={"grad_norm": float(norm), "lr": rate})
+        return CommitReport(version=self.version, num_terms=num_terms, metrics={"grad_norm": size, "lr": rate})
 
     def _check_update(
         self, micro_batch: MicroBatch, version: int, trajectories: Trajectories, advantages: Sequence[float | None]
     ) -> None:
         what = f"micro-batch {micro_batch.index} of step {micro_batch.step}"
-        if self._parked is not None:
+        if self._parked is not None or self._gathered:
             raise InvariantViolation(f"update of {what} during an assist; switch('train') first")
         if self._step is not None and micro_batch.step != self._step:
             raise InvariantViolation(f"update of {what} while step {self._step} is open; commit that step first")
@@ -177,7 +207,7 @@ class Learner:
             )
 
     def _check_commit(self, step: int, indices: Sequence[int]) -> None:
-        if self._parked is not None:
+        if self._parked is not None or self._gathered:
             raise InvariantViolation(f"commit of step {step} during an assist; switch('train') first")
         if self._step is not None and self._step != step:
             raise InvariantViolation(f"commit of step {step}, but the open transaction is of step {self._step}")
@@ -190,6 +220,11 @@ class Learner:
             )
         if not sum(self._num_terms.values()):
             raise StepFailed(f"step {step} has nothing to train on: every sample was left out")
+
+    def _give_up(self) -> None:
+        self._abandon()
+        if self._shards is not None:
+            self._shards.reset()
 
     def _abandon(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -225,6 +260,13 @@ class Learner:
                 )
                 yield forward, num_items, num_terms
 
+    def _share(self, batch: Batch, size: ForwardSize) -> list[tuple[Forward, int, int]]:
+        """The forwards of this rank, as many as any rank's: one with fewer runs another, in which nothing counts."""
+        forwards = list(self._cut(batch, size))
+        own = [forwards[number] for number in self._ranks.share(len(forwards))]
+        most = -(-len(forwards) // self._ranks.num_ranks)
+        return own + [(forwards[-1][0], 0, 0)] * (most - len(own))
+
     def _fit(self, batch: Batch) -> ForwardSize:
         unit = self._config.model.forward_batch or batch.micro_batch.num_samples
         whole = ForwardSize(self.algorithm.items_per_forward(unit, batch.micro_batch), len(batch.steps[0]))
@@ -238,24 +280,27 @@ class Learner:
 
     def _accumulate(self, batch: Batch, size: ForwardSize) -> dict[str, float]:
         values: dict[str, list[Tensor]] = {}
-        for forward, num_items, num_terms in self._cut(batch, size):
-            losses = self.algorithm.losses(self._family, forward)
-            forward.check_finite(losses.loss, "loss")
+        for forward, num_items, num_terms in self._share(batch, size):
+            with self._ranks.together():  # what may fail has this forward's collectives behind it
+                losses = self.algorithm.losses(self._family, forward)
+                forward.check_finite(losses.loss, "loss")
             losses.loss[:num_items, :num_terms].sum().backward()  # type: ignore[no-untyped-call]  # as above
             for name, metric in losses.metrics.items():
                 values.setdefault(name, []).append(metric[:num_items, :num_terms].flatten())
         metrics = {"tsp/items": float(size.items), "tsp/timesteps": float(size.steps)}
         for name, parts in values.items():
-            joined = torch.cat(parts)
+            joined = self._ranks.everywhere(torch.cat(parts))
             metrics[name] = float(joined.max() if name.endswith("max") else joined.mean())
         return metrics
 
     @torch.no_grad()
     def _start_up_check(self, batch: Batch, size: ForwardSize, field: str, tolerance: float) -> float:
         """Replay a fresh micro-batch, and decide where fresh samples' old log-probabilities come from."""
-        floor = max(
-            float(self.algorithm.drift(self._family, forward).max()) for forward, _, _ in self._cut(batch, size)
-        )
+        with self._ranks.together():
+            floor = max(
+                float(self.algorithm.drift(self._family, forward).max()) for forward, _, _ in self._share(batch, size)
+            )
+        floor = self._ranks.largest(floor)
         limit = tolerance / 3
         stale_possible = self._config.schedule.resolved_window > 1
         choice = self._config.algorithm.old_logprobs
@@ -290,19 +335,36 @@ class Learner:
             return
         for name, gradient in self._parked.items():
             self._parameters[name].grad = gradient.to(self._parameters[name].device)
-        self._move_optimizer(self._family.device)
+        self._move_optimizer(None)
         self._parked = None
 
-    def _move_optimizer(self, device: torch.device | str) -> None:
-        for state in self._optimizer.state.values():
+    def _move_optimizer(self, device: str | None) -> None:
+        """Move the optimizer's state to a device, by default its parameter's."""
+        for parameter, state in self._optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor) and key != "step":  # torch keeps the step counter on the host
-                    state[key] = value.to(device)
+                    state[key] = value.to(device or parameter.device)
+
+    def gather(self) -> None:
+        """Hold the weights that generators have whole until :meth:`release`: forwards gather nothing meanwhile."""
+        if self._shards is not None and not self._gathered:
+            with self.sampling_weights():
+                self._shards.gather()
+            self._gathered = True
+
+    def release(self) -> None:
+        """Undo :meth:`gather`."""
+        if self._shards is not None and self._gathered:
+            self._shards.release()
+        self._gathered = False
 
     # State on disk
 
     def save(self, folder: Path) -> dict[str, str]:
-        """Write the state after the last commit; open gradients are not part of it. Returns SHA-256 by file name."""
+        """Write the state after the last commit; open gradients are not part of it. Returns SHA-256 by file name.
+
+        With several ranks ``folder`` must be one that all of them see, and rank 0 alone returns the hashes.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         optimizer = {
             f"{name}/{key}": value
@@ -310,51 +372,54 @@ class Learner:
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
+        files = {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer}
+        files |= {name: held.tensors for name, held in self._held().items()}
+        hashes = {name: write_tensors(folder / name, tensors, self._ranks) for name, tensors in files.items()}
         state = {"version": self.version, "old_log_probs": self._old_log_probs, "forwards": self._forwards.state()}
-        hashes = {
-            _WEIGHTS: write_tensors(folder / _WEIGHTS, self._parameters),
-            _OPTIMIZER: write_tensors(folder / _OPTIMIZER, optimizer),
-            _STATE: write_json(folder / _STATE, state),
-        }
-        for name, held in self._held().items():
-            hashes[name] = write_tensors(folder / name, held.tensors)
-        return hashes
+        with self._ranks.together():
+            if self._ranks.rank:
+                return {}
+            return {**hashes, _STATE: write_json(folder / _STATE, state)}
 
     def _held(self) -> dict[str, WeightCopy]:
         """Weights beside the trained ones, by file name."""
         found = {_EMA: self._average, _ALGORITHM: self.algorithm.held()}
         return {name: held for name, held in found.items() if held is not None}
 
-    @torch.no_grad()
     def restore(self, folder: Path) -> int:
-        """Continue bit-identically from what :meth:`save` wrote; drops open gradients. Returns the version.
+        """Continue bit-identically from what :meth:`save` wrote, with however many ranks. Returns the version.
+
+        Open gradients are dropped. With several ranks each must see ``folder``.
 
         Raises:
             CheckpointError: a file is missing or corrupt, or is of another model or optimizer.
         """
+        with self._ranks.together():
+            self._restore(folder)
+        return self.version
+
+    def _restore(self, folder: Path) -> None:
         state = read_json(folder / _STATE)
-        weights = read_tensors(folder / _WEIGHTS)
-        optimizer = read_tensors(folder / _OPTIMIZER)
-        check_tensors(folder / _WEIGHTS, weights, self._parameters)
-        held = {name: read_tensors(folder / name) for name in self._held()}
-        for file, copies in self._held().items():
-            check_tensors(folder / file, held[file], copies.tensors)
-            copies.copy(held[file])
-        self._abandon()
-        for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
-        self._parked = None
-        self._optimizer.state.clear()
-        for key, tensor in optimizer.items():
-            name, _, slot = key.rpartition("/")
-            if name not in self._parameters:
-                raise CheckpointError(f"{folder / _OPTIMIZER} is of another model: it has state for {name!r}")
-            parameter = self._parameters[name]
-            self._optimizer.state[parameter][slot] = tensor if slot == "step" else tensor.to(parameter.device)
+        wanted = {_WEIGHTS: self._parameters} | {name: held.tensors for name, held in self._held().items()}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open_tensors(folder / name)) for name in (*wanted, _OPTIMIZER)}
+            for name, tensors in wanted.items():
+                files[name].check(tensors)
+            slots = [key.rpartition("/") for key in files[_OPTIMIZER].shapes]
+            for name, _, _ in slots:
+                if name not in self._parameters:
+                    raise CheckpointError(f"{folder / _OPTIMIZER} is of another model: it has state for {name!r}")
+            self._abandon()
+            self._parked = None
+            for name, tensors in wanted.items():
+                files[name].read(tensors)
+            self._optimizer.state.clear()
+            for name, _, slot in slots:
+                parameter = self._parameters[name]
+                self._optimizer.state[parameter][slot] = files[_OPTIMIZER].like(f"{name}/{slot}", parameter)
         self.version = int(state["version"])
         self._old_log_probs = state["old_log_probs"]
         self._forwards.restore(state["forwards"])
-        return self.version
 
 
 def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Tensor:

@@ -25,6 +25,7 @@ class WeightSync:
         self._release = release
         self._readers: Counter[int] = Counter()
         self._superseded: dict[int, Publication] = {}
+        self._checksums: dict[int, int] = {}  # of versions published without one: what their first load reported
         self.current: Publication | None = None
         """The newest publication."""
 
@@ -43,11 +44,14 @@ class WeightSync:
         """A worker has loaded ``publication``.
 
         Raises:
-            ProtocolError: what it reports to hold is not what was published.
+            ProtocolError: what it reports to hold is not what was published, or not what another load of it reported.
         """
+        checksum = publication.checksum
+        if checksum is None:
+            checksum = self._checksums.setdefault(publication.version, report.checksum)
         self._readers[publication.version] -= 1
         self._free()
-        wanted = (publication.version, publication.checksum, publication.num_tensors)
+        wanted = (publication.version, checksum, publication.num_tensors)
         got = (report.version, report.checksum, report.num_tensors)
         if got != wanted:
             raise ProtocolError(
@@ -58,4 +62,5 @@ class WeightSync:
     def _free(self) -> None:
         for version in [version for version in self._superseded if not self._readers[version]]:
             del self._readers[version]
+            self._checksums.pop(version, None)
             self._release(self._superseded.pop(version).payload)

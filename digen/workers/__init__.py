@@ -10,14 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from digen.workers.group import GroupWorker
     from digen.workers.inproc import InProcessWorker
     from digen.workers.pool import Pool
     from digen.workers.process import ProcessWorker
     from digen.workers.sim import SimWorker
 
-_HOME = {"InProcessWorker": "inproc", "Pool": "pool", "ProcessWorker": "process", "SimWorker": "sim"}
+_HOME = {
+    "GroupWorker": "group",
+    "InProcessWorker": "inproc",
+    "Pool": "pool",
+    "ProcessWorker": "process",
+    "SimWorker": "sim",
+}
 
-__all__ = ["InProcessWorker", "Pool", "ProcessWorker", "SimWorker"]
+__all__ = ["GroupWorker", "InProcessWorker", "Pool", "ProcessWorker", "SimWorker"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,8 @@
-"""What runs in a worker process: ``python -m digen.workers.child FD PARENT``.
+"""What runs in a worker process: ``python -m digen.workers.child FD PARENT [BEAT_FD SECONDS]``.
 
 It imports a target by name, builds it, says READY, and then answers one call after the other on its socket until the
-driver closes it. It imports no torch, no numpy and no asyncio of its own accord.
+driver closes it. Meanwhile a thread of it beats, whatever the target does. It imports no torch, no numpy and no asyncio
+of its own accord.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+from digen import __version__
 from digen.errors import ConfigError
 from digen.types import Ready, WorkerSpec
 from digen.workers.payload import Store
 from digen.workers.wire import FrameReader, Request, WorkerCodec, close_all, frame, receive, send
 
+STACKS = signal.SIGUSR1
+"""Makes a worker write the stacks of its threads to its log, also where one holds the interpreter. Does no other harm,
+so that a batch system that sends it to all processes of a job ends none of them."""
+_LEND = "lend_memory"
+"""Method of a target that writes payloads in place, for a :class:`digen.handles.Memory`. Drivers do not see it."""
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_CHECK_S = 1.0
 _POLL_S = 50e-6
@@ -36,9 +43,12 @@ def main() -> None:
     """Serve one driver."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     faulthandler.enable()
+    faulthandler.register(STACKS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
     die_with(parent)
     os.set_inheritable(fd, False)
+    if len(sys.argv) > 3:
+        beat(int(sys.argv[3]), float(sys.argv[4]))
     with socket.socket(fileno=fd) as sock, contextlib.suppress(ConnectionError):
         serve(sock)
 
@@ -59,7 +69,7 @@ def serve(sock: socket.socket) -> None:
         return
     del request, spec, ready
     for body, fds in requests:
-        _send(sock, *_answer(codec, target, codec.open(body, fds)))
+        _send(sock, *answer(codec, target, codec.open(body, fds)))
 
 
 def build(target: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -88,8 +98,9 @@ def build(target: Any, kwargs: Mapping[str, Any]) -> Any:
 
 
 def public_methods(target: Any) -> tuple[str, ...]:
-    """Names of everything on ``target`` that can be called and has no leading underscore."""
-    return tuple(name for name in dir(target) if not name.startswith("_") and callable(getattr(target, name, None)))
+    """Names of everything on ``target`` that a driver can call: what has no leading underscore."""
+    names = (name for name in dir(target) if not name.startswith("_") and name != _LEND)
+    return tuple(name for name in names if callable(getattr(target, name, None)))
 
 
 def die_with(parent: int) -> None:
@@ -100,6 +111,21 @@ def die_with(parent: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def beat(fd: int, interval_s: float) -> None:
+    """Write a byte to ``fd`` now, and then at every interval, for as long as threads of this process run."""
+    os.set_inheritable(fd, False)
+    os.write(fd, b".")
+    threading.Thread(target=_beat, args=(fd, interval_s), name="beat", daemon=True).start()
+
+
+def _beat(fd: int, interval_s: float) -> None:
+    with contextlib.suppress(OSError):  # the driver has closed its end: it is done with this process
+        while True:
+            time.sleep(interval_s)
+            with contextlib.suppress(BlockingIOError):  # it has not looked for hours
+                os.write(fd, b".")
 
 
 def _watch(parent: int) -> None:
@@ -126,17 +152,20 @@ def _start(codec: WorkerCodec, request: Request, spec: WorkerSpec) -> tuple[Any,
     """The target, or ``None`` if it cannot be built, and the reply to the driver."""
     try:
         target = build(spec.target, spec.kwargs)
+        if hasattr(target, _LEND):
+            getattr(target, _LEND)(codec.store)
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(spec.threads)
-        ready = Ready(os.getpid(), public_methods(target), getattr(target, "version", 0))
+        ready = Ready(os.getpid(), public_methods(target), getattr(target, "version", 0), {"digen": __version__})
         return target, codec.reply(request.id, ready)
     except Exception as error:  # whatever it is belongs to the driver
         traceback.print_exception(error)
         return None, (codec.failure(request.id, error), [])
 
 
-def _answer(codec: WorkerCodec, target: Any, request: Request) -> tuple[bytes, list[int]]:
+def answer(codec: WorkerCodec, target: Any, request: Request) -> tuple[bytes, list[int]]:
+    """Call the target's method; whatever comes of it is the reply: ``(body, descriptors)``."""
     try:
         method: Callable[..., Any] = getattr(target, request.method)
         return codec.reply(request.id, method(*codec.arguments(request)))

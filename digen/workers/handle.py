@@ -66,6 +66,11 @@ class TargetHandle:
         """Whether the target is built and answers calls."""
         return bool(self.methods)
 
+    @property
+    def lost(self) -> bool:
+        """Whether the target is gone, though nobody closed it: no call is answered before it is closed and started."""
+        return False
+
     async def start(self) -> None:
         """Build the target."""
         raise NotImplementedError
@@ -73,6 +78,13 @@ class TargetHandle:
     async def aclose(self) -> None:
         """Let the target go. Harmless when repeated."""
         raise NotImplementedError
+
+    async def kill(self, reason: str = "") -> None:
+        """Let the target go at once, whatever it does now, where it can be forced to. Harmless when repeated.
+
+        ``reason`` says why it is not waited for any longer: calls that were not answered then raise WorkerTimeout.
+        """
+        await self.aclose()
 
     async def call(self, method: str, /, *args: Any) -> Any:
         """Call any public method of the target."""

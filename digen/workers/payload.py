@@ -16,7 +16,8 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -63,7 +64,9 @@ class Store:
         self._checksums = checksums
         self._memory: dict[tuple[str, int], mmap.mmap] = {}
         self._free: dict[int, int] = {}  # segment -> size
-        self._unsent: dict[int, int] = {}  # segment -> descriptor
+        self._descriptors: dict[int, int] = {}  # of this store's segments; a mapping keeps one open anyway
+        self._unsent: set[int] = set()
+        self._writing: dict[int, Callable[[], bool]] = {}  # segments written in place -> whether that has ended
         self._num_made = 0
 
     @property
@@ -76,9 +79,13 @@ class Store:
         """Number of segments mapped here, those of others included."""
         return len(self._memory)
 
-    def acquire(self, nbytes: int) -> int:
-        """Take the smallest free segment that holds ``nbytes``, or make one whose pages are already present."""
-        fitting = [(size, segment) for segment, size in self._free.items() if nbytes <= size <= _waste_limit(nbytes)]
+    def acquire(self, nbytes: int, *, populate: bool = True) -> int:
+        """Take the smallest free segment that holds ``nbytes``, or make one, with ``populate`` of pages in place."""
+        fitting = [
+            (size, segment)
+            for segment, size in self._free.items()
+            if nbytes <= size <= _waste_limit(nbytes) and self._is_written(segment)
+        ]
         if fitting:
             _, segment = min(fitting)
             del self._free[segment]
@@ -86,12 +93,14 @@ class Store:
         self._num_made += 1
         size = _size_class(nbytes)
         fd = _memory_file(f"digen:{self.name}:{self._num_made}", size)
+        flags = mmap.MAP_SHARED | (_MAP_POPULATE if populate else 0)
         try:
-            self._memory[self.name, self._num_made] = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | _MAP_POPULATE)
+            self._memory[self.name, self._num_made] = mmap.mmap(fd, size, flags=flags)
         except BaseException:
             os.close(fd)
             raise
-        self._unsent[self._num_made] = fd
+        self._descriptors[self._num_made] = fd
+        self._unsent.add(self._num_made)
         return self._num_made
 
     def release(self, segment: int) -> None:
@@ -101,8 +110,11 @@ class Store:
             self._free[segment] = len(memory)
 
     def take_descriptor(self, segment: int) -> int | None:
-        """The descriptor of a segment that the driver was not given yet, else ``None``. The caller closes it."""
-        return self._unsent.pop(segment, None)
+        """A descriptor of a segment that the driver was not given yet, else ``None``. The caller closes it."""
+        if segment not in self._unsent:
+            return None
+        self._unsent.remove(segment)
+        return os.dup(self._descriptors[segment])
 
     def write(self, arrays: Mapping[str, Any]) -> PayloadRef:
         """Copy arrays into one segment.
@@ -118,7 +130,7 @@ class Store:
         """
         specs, sources, end = [], [], 0
         for name, array in arrays.items():
-            source, spec = _describe(name, array, offset=-(-end // ALIGNMENT) * ALIGNMENT)
+            source, spec = describe(name, array, offset=-(-end // ALIGNMENT) * ALIGNMENT)
             specs.append(spec)
             sources.append(source)
             end = spec.offset + source.nbytes
@@ -127,8 +139,23 @@ class Store:
         for source, spec in zip(sources, specs, strict=True):
             if source.nbytes:  # memoryview.cast refuses shapes with a zero
                 memory[spec.offset : spec.offset + source.nbytes] = source.cast("B")
-        checksum = _checksum(memory[:end]) if self._checksums else None
+        checksum = checksum_of(memory[:end]) if self._checksums else None
         return PayloadRef(self.name, segment, end, tuple(specs), checksum)
+
+    def place(
+        self, arrays: Mapping[str, tuple[str, tuple[int, ...]]], written: Callable[[Mapping[str, memoryview]], bool]
+    ) -> Placed:
+        """As :meth:`digen.handles.Memory.place`. Pages of a new segment are made when they are first written."""
+        specs, end = [], 0
+        for name, (code, shape) in arrays.items():
+            spec = ArraySpec(name, code, shape, offset=-(-end // ALIGNMENT) * ALIGNMENT)
+            specs.append(spec)
+            end = spec.offset + _nbytes(spec)
+        segment = self.acquire(end, populate=False)
+        whole = memoryview(self._memory[self.name, segment])[:end]
+        views = {spec.name: view_of(whole, spec) for spec in specs}
+        self._writing[segment] = partial(written, views)
+        return Placed(self, PayloadRef(self.name, segment, end, tuple(specs)), views, self._descriptors[segment])
 
     def attach(self, store: str, segment: int, fd: int) -> None:
         """Map another store's segment for reading and close the descriptor."""
@@ -155,12 +182,53 @@ class Store:
         if not 0 <= ref.nbytes <= len(memory):
             raise ProtocolError(f"{where} claims {ref.nbytes} bytes; its segment has {len(memory)}")
         whole = memoryview(memory)[: ref.nbytes].toreadonly()
-        if ref.checksum is not None and _checksum(whole) != ref.checksum:
+        if ref.checksum is not None and checksum_of(whole) != ref.checksum:
             raise ProtocolError(f"{where} fails its checksum: it was changed after it was written")
         try:
-            return {spec.name: _view(whole, spec) for spec in ref.arrays}
+            return {spec.name: view_of(whole, spec) for spec in ref.arrays}
         except (ValueError, OverflowError) as error:
             raise ProtocolError(f"{where}: {error}") from None
+
+    def __del__(self) -> None:
+        for fd in self._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def _is_written(self, segment: int) -> bool:
+        if segment in self._writing and self._writing[segment]():
+            del self._writing[segment]
+        return segment not in self._writing
+
+
+class Placed(Payload):
+    """A payload that is written in place; see :class:`digen.handles.PlacedPayload`."""
+
+    __slots__ = ("_ref", "_store", "descriptor", "offsets", "segment", "views")
+
+    def __init__(self, store: Store, ref: PayloadRef, views: dict[str, memoryview], descriptor: int) -> None:
+        super().__init__({name: view.toreadonly() for name, view in views.items()})
+        self._store: Store | None = store
+        self._ref = ref
+        self.views = views
+        self.offsets = {spec.name: spec.offset for spec in ref.arrays}
+        self.segment = ref.segment
+        self.descriptor = descriptor
+
+    @property
+    def payload(self) -> Payload:
+        """Itself."""
+        return self
+
+    def hand_out(self) -> PayloadRef:
+        """The driver gets it now, and says when the segment is free again. Once."""
+        if self._store is None:
+            raise TypeError(f"{self!r} was handed out before; its memory is the driver's to give back")
+        self._store = None
+        return self._ref
+
+    def __del__(self) -> None:
+        if self._store is not None:
+            self._store.release(self.segment)
 
 
 class Reader(Protocol):
@@ -275,13 +343,14 @@ def _memory_file(name: str, size: int) -> int:
         return os.dup(file.fileno())
 
 
-def _describe(name: str, array: Any, offset: int) -> tuple[memoryview, ArraySpec]:
+def describe(name: str, array: Any, offset: int) -> tuple[memoryview, ArraySpec]:
+    """An array's memory, and what says how to read it at ``offset``. Errors: as :meth:`Store.write`."""
     source = _buffer(name, array)
     if not source.c_contiguous:
         raise ValueError(f"array {name!r} is not C-contiguous; make it so (numpy.ascontiguousarray, Tensor.contiguous)")
     code = source.format.lstrip("@")
     if not source.nbytes:
-        code = code.lstrip("<=")  # the byte order of nothing; empty views made by _view carry one
+        code = code.lstrip("<=")  # the byte order of nothing; empty views made by view_of carry one
     if code not in _CTYPES:
         raise TypeError(
             f"array {name!r} has the buffer format {source.format!r}, which a memoryview cannot be cast to; "
@@ -303,11 +372,13 @@ def _buffer(name: str, array: Any) -> memoryview:
         ) from None
 
 
-def _view(whole: memoryview, spec: ArraySpec) -> memoryview:
-    kind = _CTYPES.get(spec.format)
-    if kind is None or min(spec.shape, default=0) < 0:
-        raise ValueError(f"array {spec.name!r} has the impossible format {spec.format!r} or shape {spec.shape}")
-    nbytes = ctypes.sizeof(kind) * math.prod(spec.shape)
+def view_of(whole: memoryview, spec: ArraySpec) -> memoryview:
+    """The array at its place in ``whole``, bytes.
+
+    Raises:
+        ValueError: it lies outside, or its format or shape is impossible.
+    """
+    nbytes, kind = _nbytes(spec), _CTYPES[spec.format]
     if spec.offset < 0 or spec.offset + nbytes > len(whole):
         raise ValueError(f"array {spec.name!r} lies outside the payload's {len(whole)} bytes")
     code: Any = spec.format  # typeshed wants a literal
@@ -320,7 +391,15 @@ def _view(whole: memoryview, spec: ArraySpec) -> memoryview:
     return view
 
 
-def _checksum(data: memoryview) -> int:
+def _nbytes(spec: ArraySpec) -> int:
+    kind = _CTYPES.get(spec.format)
+    if kind is None or min(spec.shape, default=0) < 0:
+        raise ValueError(f"array {spec.name!r} has the impossible format {spec.format!r} or shape {spec.shape}")
+    return ctypes.sizeof(kind) * math.prod(spec.shape)
+
+
+def checksum_of(data: memoryview) -> int:
+    """xxh3-64 of bytes."""
     import xxhash
 
     return xxhash.xxh3_64_intdigest(data)

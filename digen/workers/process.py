@@ -2,7 +2,8 @@
 
 A worker is a ``python -m digen.workers.child`` in a session of its own, joined by a socketpair that only the two hold.
 Calls are frames and futures (no task, lock or scope per call); the process itself is watched, because a closed socket
-does not prove a death and an open one, held by a grandchild, does not prove a life.
+does not prove a death and an open one, held by a grandchild, does not prove a life. Nor does a process prove that it
+still does something: a thread of it beats on a pipe of its own, which the driver looks at now and then.
 """
 
 from __future__ import annotations
@@ -25,18 +26,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from digen import __version__
 from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import Payload, Ready, WorkerSpec
+from digen.workers.child import STACKS
 from digen.workers.handle import TargetHandle, task_of, to_the_end
 from digen.workers.payload import Lease, Segment
 from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
 
-_TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
-_SECRET = re.compile(r"AWS_.*|AZURE_.*|GOOGLE_APPLICATION_CREDENTIALS|.*(_API_KEY|_TOKEN|_SECRET|_PASSWORD)")
+TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+"""What names a target: ``package.module:attribute``."""
+SECRET = re.compile(r"AWS_.*|AZURE_.*|GOOGLE_APPLICATION_CREDENTIALS|.*(_API_KEY|_TOKEN|_SECRET|_PASSWORD)")
+"""Environment variables that no worker is given."""
 _TAIL_BYTES = 8192
+_PIPE_BYTES = 1 << 16
 _TAIL_LINES = 20
+_STACK_LINES = 80
+"""Of the log's end, where the stacks of a worker's threads are in it."""
 _EOF_GRACE_S = 1.0
 """How long a worker that has closed its socket may go on before it is killed."""
+_BEAT_S = 0.25
+"""Longest time between two beats of a worker, and between two looks at them: a sleeping thread and a timer cost
+nothing next to that."""
+_BEATS = 8
+"""Beats in the time that a worker may be silent, at least."""
+_STACKS_S = 0.5
+"""How long a worker has to write down its stacks before it is killed."""
 
 _incarnations: Counter[str] = Counter()
 """Starts per worker name in this process; with the name it identifies a store."""
@@ -45,9 +60,9 @@ _incarnations: Counter[str] = Counter()
 class ProcessWorker(TargetHandle):
     """A handle to a target that runs in a process of its own.
 
-    Calls are answered in the order in which they were made. The child sees this process's import path, and of its
-    environment everything but secrets. It ends with this process, however that ends, and with the thread that
-    started it.
+    Calls are answered in the order in which they were made. The child sees this process's import path, unless it has
+    an interpreter of its own, and of its environment everything but secrets. It ends with this process, however that
+    ends, and with the thread that started it.
 
     Args:
         name: unique in the run; letters, digits and ``._-``.
@@ -55,15 +70,20 @@ class ProcessWorker(TargetHandle):
         kwargs: plain data.
         gpus: devices that the child sees, as indices into those that this process sees. None by default.
         threads: torch, OpenMP and BLAS threads of the child.
+        python: interpreter of another virtual environment, in which the same release of digen is installed too. It
+            imports what is installed there and what a ``PYTHONPATH`` in ``env`` names, nothing of this process's.
         log_dir: where its output goes, to ``<name>.<attempt>.log``. By default a temporary directory, which is
             removed when the worker is closed, unless it died.
         env: environment variables set in addition, the only way to hand over a secret.
         checksums: checksum every payload that it writes.
         start_timeout_s: longest time until it is READY.
+        heartbeat_timeout_s: longest silence of a thread in the process that beats whatever the target computes; after
+            it the process counts as hung (stopped, swapped out, or in C code that never lets go of the interpreter)
+            and is killed. ``None``: any.
         stop_grace_s: how long :meth:`aclose` waits before it kills.
 
     Raises:
-        ConfigError: a name, target or device that cannot be.
+        ConfigError: a name, target, device, interpreter or time that cannot be.
     """
 
     def __init__(
@@ -74,14 +94,18 @@ class ProcessWorker(TargetHandle):
         kwargs: Mapping[str, Any] | None = None,
         gpus: Sequence[int] = (),
         threads: int = 1,
+        python: Path | str | None = None,
         log_dir: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         checksums: bool = False,
         start_timeout_s: float = 300.0,
+        heartbeat_timeout_s: float | None = 60.0,
         stop_grace_s: float = 5.0,
     ) -> None:
         super().__init__(name)
-        if not _TARGET.fullmatch(target):
+        if heartbeat_timeout_s is not None and not heartbeat_timeout_s > 0:
+            raise ConfigError(f"worker {name!r}: heartbeat_timeout_s is {heartbeat_timeout_s}; give seconds, or None")
+        if not TARGET.fullmatch(target):
             raise ConfigError(f"worker {name!r}: target {target!r} is not of the form package.module:attribute")
         self.target = target
         """Where the child finds its target."""
@@ -91,10 +115,12 @@ class ProcessWorker(TargetHandle):
         """The current or last log file."""
         self._kwargs = dict(kwargs or {})
         self._threads = threads
-        self._env = _environment(name, tuple(gpus), threads, env or {})
+        self._python = None if python is None else _interpreter(name, python)
+        self._env = _environment(name, tuple(gpus), threads, env or {}, alike=python is None)
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._checksums = checksums
         self._start_timeout_s = start_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stop_grace_s = stop_grace_s
         self._child: _Child | None = None
 
@@ -108,13 +134,19 @@ class ProcessWorker(TargetHandle):
         """Replies since the start that came after their call was cancelled."""
         return self._child.num_dropped_replies if self._child else 0
 
+    @property
+    def lost(self) -> bool:
+        """Whether the process died, hung or broke the protocol: it answers nothing until it is closed and started."""
+        return self._child is not None and self._child.ended
+
     async def start(self) -> None:
         """Start the process and wait until its target is built. A closed worker may be started again.
 
         Raises:
             WorkerRaised, or an error of :mod:`digen.errors`: the target could not be imported or built.
+            ConfigError: its interpreter has another release of digen.
             WorkerDied: the process ended.
-            WorkerTimeout: it was not READY in time.
+            WorkerTimeout: it was not READY in time, or hung.
         """
         if self._child is not None:
             raise WorkerError(f"worker {self.name!r} is started already; close it first", worker=self.name)
@@ -122,18 +154,22 @@ class ProcessWorker(TargetHandle):
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 ready: Ready = await child.call(START, (self._spec(),))
+            self._check_release(ready)
         except TimeoutError:
+            await to_the_end(child.write_stacks())
             error = WorkerTimeout(
                 f"worker {self.name!r} was not READY within {self._start_timeout_s} s; "
                 f"raise start_timeout_s or see its log {self.log_path}",
                 worker=self.name,
                 task="start",
             )
-            error.add_note(f"last lines of {self.name}'s log:\n{_tail(child.log_path)}")
+            error.add_note(f"last lines of {self.name}'s log:\n{last_lines(child.log_path, _STACK_LINES)}")
             child.keep_log = True
             await to_the_end(self._close(grace_s=0.0))
             raise error from None
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, WorkerDied) and self._python is not None:
+                failure.add_note(f"is digen installed there? {self._python} -m pip install digen-rl=={__version__}")
             await to_the_end(self._close(grace_s=0.0))
             raise
         self._offer(ready.methods, ready.version)
@@ -144,6 +180,7 @@ class ProcessWorker(TargetHandle):
         Raises:
             WorkerRaised: the method raised; an error of :mod:`digen.errors` is raised as itself.
             WorkerDied: the process ended before it answered.
+            WorkerTimeout: it hung, or was killed with a reason.
             ProtocolError: the answer is not one.
         """
         if self._child is None:
@@ -166,6 +203,22 @@ class ProcessWorker(TargetHandle):
         if self._child is not None:
             await to_the_end(self._close(self._stop_grace_s))
 
+    async def kill(self, reason: str = "") -> None:
+        """Kill the process and everything that it started; its log stays. Harmless when repeated.
+
+        It is killed even where it cannot react, stopped or in a call that never returns.
+
+        Args:
+            reason: why it is not waited for any longer, for example ``"no answer in 30.2 s"``. With one, it first has
+                half a second to write the stacks of its threads to its log, and calls that were not answered raise
+                WorkerTimeout.
+        """
+        if self._child is not None:
+            self._child.keep_log = True
+            if reason:
+                await to_the_end(self._child.give_up(reason))
+            await to_the_end(self._close(grace_s=0.0))
+
     def __repr__(self) -> str:
         return f"ProcessWorker({self.name!r}, {self.target!r}, pid={self.pid})"
 
@@ -174,32 +227,61 @@ class ProcessWorker(TargetHandle):
             self.name, _incarnations[self.name], self.target, self._kwargs, self._threads, checksums=self._checksums
         )
 
+    def _check_release(self, ready: Ready) -> None:
+        theirs = ready.info.get("digen", "of an unknown release")
+        if theirs != __version__:
+            python = self._python or sys.executable
+            raise ConfigError(
+                f"worker {self.name!r}: {python} has digen {theirs}, this process has digen {__version__}; install the "
+                f"same release there: {python} -m pip install digen-rl=={__version__}"
+            )
+
     def _spawn(self) -> _Child:
         _incarnations[self.name] += 1
         log_dir = self._log_dir or Path(tempfile.mkdtemp(prefix="digen-"))
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log_path, log_fd = _new_log(log_dir, self.name)
         ours, theirs = socket.socketpair()
+        pulse = _Pulse(self._heartbeat_timeout_s)
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-P", "-u", "-m", "digen.workers.child", str(theirs.fileno()), str(os.getpid())],
+            process = subprocess.Popen(  # noqa: S603 - an interpreter that the user names, and our own module
+                [
+                    self._python or sys.executable,
+                    *("-P", "-u", "-m", "digen.workers.child", str(theirs.fileno()), str(os.getpid())),
+                    *pulse.arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *pulse.theirs),
                 start_new_session=True,
                 umask=0o077,
                 env=self._env,
             )
+        except OSError as error:
+            ours.close()
+            pulse.close()
+            message = f"worker {self.name!r}: {self._python or sys.executable} cannot be started: {error}"
+            raise WorkerError(message, worker=self.name, task="start") from error
         except BaseException:
             ours.close()
+            pulse.close()
             raise
         finally:
             theirs.close()
+            pulse.close_theirs()
             os.close(log_fd)
         self.pid = process.pid
         codec = DriverCodec(self.name, f"{self.name}#{_incarnations[self.name]}")
-        return _Child(self.name, process=process, sock=ours, codec=codec, log_path=self.log_path, on_result=self._note)
+        return _Child(
+            self.name,
+            process=process,
+            sock=ours,
+            pulse=pulse,
+            codec=codec,
+            log_path=self.log_path,
+            on_result=self._note,
+        )
 
     async def _close(self, grace_s: float) -> None:
         child = self._child
@@ -231,6 +313,64 @@ class _Call:
         return task_of(self.method, self.args)
 
 
+class _Pulse:
+    """The pipe on which a process beats, and how long it has been silent.
+
+    Beats are not waited for but counted at each look, so that they wake nobody; a pipe that is full loses some, which
+    does no harm. The time between two looks counts for no more than two intervals: if it was longer, this process was
+    stopped, busy or asleep, perhaps the whole machine was, and what came meanwhile has to be looked at first. A
+    process that has not beaten yet is being started, for which there is another limit.
+
+    Args:
+        timeout_s: longest silence. ``None``: there are no beats and nothing to look at.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.interval_s = 0.0 if timeout_s is None else min(_BEAT_S, timeout_s / _BEATS)
+        """Between two beats, and between two looks."""
+        self.silence_s = 0.0
+        """Since the last beat, as far as it was looked for."""
+        self.theirs: tuple[int, ...] = ()
+        """The process's end, to be passed on."""
+        self._ours = -1
+        self._has_beaten = False
+        self._looked = 0.0
+        if timeout_s is not None:
+            self._ours, theirs = os.pipe()
+            os.set_blocking(self._ours, False)
+            os.set_blocking(theirs, False)  # a beat that finds no room is lost, and nobody waits
+            self.theirs = (theirs,)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """For the process: where to beat, and how often."""
+        return (*map(str, self.theirs), str(self.interval_s)) if self.theirs else ()
+
+    def look(self, now: float) -> bool:
+        """Whether the process is hung, at a time of the loop."""
+        since, self._looked = now - self._looked, now
+        try:
+            beaten = bool(os.read(self._ours, _PIPE_BYTES))
+        except BlockingIOError:
+            beaten = False
+        self._has_beaten |= beaten
+        self.silence_s = 0.0 if beaten or not self._has_beaten else self.silence_s + min(since, 2 * self.interval_s)
+        return self.timeout_s is not None and self.silence_s >= self.timeout_s
+
+    def close_theirs(self) -> None:
+        """The process has its end."""
+        for fd in self.theirs:
+            os.close(fd)
+        self.theirs = ()
+
+    def close(self) -> None:
+        """Close this process's end."""
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+
+
 class _Child:
     """One child process and its socket, from spawn to reaping."""
 
@@ -240,6 +380,7 @@ class _Child:
         *,
         process: subprocess.Popen[bytes],
         sock: socket.socket,
+        pulse: _Pulse,
         codec: DriverCodec,
         log_path: Path,
         on_result: Callable[[str, Any], None],
@@ -252,6 +393,7 @@ class _Child:
         self._name = name
         self._process = process
         self._sock = sock
+        self._pulse = pulse
         self._on_result = on_result
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[None] = self._loop.create_future()
@@ -264,6 +406,14 @@ class _Child:
         sock.setblocking(False)
         self._loop.add_reader(sock, self._on_readable)
         self._watch_process()
+        self._look: asyncio.TimerHandle | None = None
+        if pulse.timeout_s is not None:
+            self._look = self._loop.call_later(pulse.interval_s, self._on_look)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no call can be answered any more."""
+        return self._end is not None
 
     def call(self, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Send a request; the future is its reply. Cancelling it leaves the worker alone and drops the reply."""
@@ -293,6 +443,18 @@ class _Child:
             await asyncio.wait({self._exited}, timeout=grace_s / 2)
             self._signal(signal.SIGKILL)
             await self._exited
+
+    async def give_up(self, reason: str) -> None:
+        """Its calls will not be answered: ask for its stacks, then fail them. Leaves it to be closed."""
+        if self._end is None:
+            self._stop(partial(_late, self._name, reason, self.log_path))
+            await self.write_stacks()
+            self._fail()
+
+    async def write_stacks(self) -> None:
+        """Have it write the stacks of its threads to its log, if it can, and wait a moment for that."""
+        self._ask_for_stacks()
+        await asyncio.wait({self._exited}, timeout=_STACKS_S)
 
     def _on_writable(self) -> None:
         """Send what waits; ask to be called again if the socket takes no more."""
@@ -365,6 +527,20 @@ class _Child:
         else:
             self.num_dropped_replies += 1
 
+    def _on_look(self) -> None:
+        """Has it beaten? A process that is hung is to say where, is not listened to any more, and is killed."""
+        if not self._pulse.look(self._loop.time()):
+            self._look = self._loop.call_later(self._pulse.interval_s, self._on_look)
+            return
+        self.keep_log = True
+        self._stop(partial(_hung, self._name, self._pulse.silence_s, self.log_path))
+        self._ask_for_stacks()
+        self._loop.call_later(_STACKS_S, self._put_down)
+
+    def _put_down(self) -> None:
+        self._fail()
+        self._signal(signal.SIGKILL)
+
     def _condemn(self, reason: str) -> None:
         """Nothing that it sends can be trusted: fail its calls and kill it."""
         if self._end is None:
@@ -374,15 +550,24 @@ class _Child:
 
     def _finish(self, end: Callable[[str], WorkerError]) -> None:
         """From now on no call is answered: fail those that wait with what ``end`` makes of their task."""
+        self._stop(end)
+        self._fail()
+
+    def _stop(self, end: Callable[[str], WorkerError]) -> None:
+        """Neither listen nor speak to it any more. What was ended before keeps its first reason."""
         if self._end is not None:
             return
         self._end = end
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._unsent.clear()
+        if self._look is not None:
+            self._look.cancel()
+
+    def _fail(self) -> None:
         for call in self._calls.values():
-            if not call.future.done():
-                call.future.set_exception(end(call.task))
+            if not call.future.done() and self._end is not None:
+                call.future.set_exception(self._end(call.task))
 
     def _watch_process(self) -> None:
         if hasattr(os, "pidfd_open"):
@@ -414,7 +599,8 @@ class _Child:
         code = self._process.wait()
         if self._end is None:
             self.keep_log = True
-            self._finish(partial(_died, self._name, code, self.log_path))
+            self._stop(partial(_died, self._name, code, self.log_path))
+        self._fail()
         for call in self._calls.values():
             for lease in call.leases:
                 lease.end_read()
@@ -422,6 +608,7 @@ class _Child:
         self.codec.close()
         self._frames.close()
         self._sock.close()
+        self._pulse.close()
         self._exited.set_result(None)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -429,6 +616,12 @@ class _Child:
         if not self._exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
+
+    def _ask_for_stacks(self) -> None:
+        """Not its group: what it started may not know this signal, and would end."""
+        if not self._exited.done():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, STACKS)
 
 
 def _closed(worker: str, task: str) -> WorkerError:
@@ -446,13 +639,47 @@ def _died(worker: str, code: int, log_path: Path, task: str) -> WorkerError:
         task=task,
         exit_code=code if code >= 0 else None,
         signal=-code if code < 0 else None,
-        log_tail=_tail(log_path),
+        log_tail=last_lines(log_path),
         log_path=str(log_path),
     )
 
 
-def _environment(name: str, gpus: tuple[int, ...], threads: int, extra: Mapping[str, str]) -> dict[str, str]:
-    env = {key: value for key, value in os.environ.items() if not _SECRET.fullmatch(key)}
+def _hung(worker: str, silence_s: float, log_path: Path, task: str) -> WorkerError:
+    return _given_up(
+        worker,
+        f"hung: no heartbeat for {silence_s:.1f} s",
+        log_path,
+        task,
+        "; if its code may hold the interpreter that long, raise workers.heartbeat_timeout_s",
+    )
+
+
+def _late(worker: str, reason: str, log_path: Path, task: str) -> WorkerError:
+    return _given_up(worker, f"was given up: {reason}", log_path, task)
+
+
+def _given_up(worker: str, what: str, log_path: Path, task: str, mend: str = "") -> WorkerError:
+    message = f"worker {worker!r} {what}; it was killed, {task} was not answered; see its log {log_path}{mend}"
+    error = WorkerTimeout(message, worker=worker, task=task)
+    error.add_note(f"last lines of {worker}'s log:\n{last_lines(log_path, _STACK_LINES)}")
+    return error
+
+
+def _interpreter(name: str, python: Path | str) -> str:
+    path = Path(python).expanduser().absolute()  # not resolved: what it is the interpreter of depends on the link
+    if not (path.is_file() and os.access(path, os.X_OK)):
+        raise ConfigError(
+            f"worker {name!r}: its interpreter {path} is {'not executable' if path.exists() else 'missing'}; python "
+            "must be that of a virtual environment in which digen-rl is installed, for example .venv/bin/python"
+        )
+    return str(path)
+
+
+def _environment(
+    name: str, gpus: tuple[int, ...], threads: int, extra: Mapping[str, str], *, alike: bool
+) -> dict[str, str]:
+    """Variables of a child: this process's but secrets; ``alike``: it has the same interpreter and import path."""
+    env = {key: value for key, value in os.environ.items() if not SECRET.fullmatch(key)}
     visible = env.get("CUDA_VISIBLE_DEVICES")
     devices = [str(gpu) for gpu in gpus]
     if visible is not None and gpus:
@@ -463,6 +690,8 @@ def _environment(name: str, gpus: tuple[int, ...], threads: int, extra: Mapping[
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         env[variable] = str(threads)
+    if not alike:
+        return {key: value for key, value in env.items() if key not in {"PYTHONPATH", "PYTHONHOME"}} | dict(extra)
     paths = [path or str(Path.cwd()) for path in sys.path]
     if "PYTHONPATH" in extra:
         paths.insert(0, extra["PYTHONPATH"])
@@ -478,12 +707,12 @@ def _new_log(directory: Path, name: str) -> tuple[Path, int]:
     raise AssertionError  # unreachable: the count has no end
 
 
-def _tail(path: Path) -> str:
+def last_lines(path: Path, number: int = _TAIL_LINES) -> str:
     """The last lines of a log, with control and format characters made visible."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+            lines = file.read().decode(errors="replace").splitlines()[-number:]
     except OSError:
         return ""
     return printable("\n".join(lines))

@@ -99,7 +99,7 @@ class SimWorker:
         """Spend ``load`` seconds and take over the version."""
         await self._spend("load", publication.version)
         self.version = publication.version
-        return LoadReport(publication.version, publication.checksum, publication.num_tensors)
+        return LoadReport(publication.version, publication.checksum or 0, publication.num_tensors)
 
     async def update(self, rollout: Rollout, advantages: Sequence[float | None], /) -> UpdateReport:
         """Spend ``update`` seconds and note the micro-batch."""

@@ -28,7 +28,7 @@ from digen import errors
 from digen.errors import DigenError, ProtocolError, WorkerError, WorkerRaised
 from digen.handles import METHODS
 from digen.types import Payload, PayloadRef, Ready, WorkerSpec
-from digen.workers.payload import Lease, Segment, Store
+from digen.workers.payload import Lease, Placed, Segment, Store
 
 MAX_FRAME = 16 << 20
 """Most bytes of one frame's body. A longer one is refused when its header arrives, before memory is taken for it."""
@@ -203,7 +203,9 @@ class WorkerCodec:
         return arguments
 
     def reply(self, request_id: int, value: Any) -> tuple[bytes, list[int]]:
-        """Encode a result; its payloads' arrays are copied to shared memory. Returns ``(body, descriptors)``.
+        """Encode a result; its payloads' arrays are copied to shared memory, unless they were written there in place.
+
+        Returns ``(body, descriptors)``.
 
         Raises:
             TypeError: the result holds something that cannot cross a process boundary.
@@ -239,9 +241,9 @@ class WorkerCodec:
         if isinstance(value, Payload):
             if len(self._written) == MAX_FDS:
                 raise ProtocolError(f"a result holds more than {MAX_FDS} payloads; put more arrays into each")
-            ref = self.store.write(value)
+            ref = value.hand_out() if isinstance(value, Placed) else self.store.write(value)
             self._written.append(ref.segment)
-            return Ext(_PAYLOAD, _encode_ref(ref))
+            return reference(ref)
         if getattr(value, "ndim", None) == 0:  # a numpy or torch number
             return value.item()
         raise TypeError(f"a {type(value).__name__} cannot cross a process boundary; {_USE_PAYLOAD}")
@@ -250,23 +252,80 @@ class WorkerCodec:
         return Payload(self.store.read(ref), ref=ref)
 
 
-class DriverCodec:
-    """The driver's side of one worker: requests out, replies in, payloads as leases.
+class CallCodec:
+    """The driver's side of one worker, whatever carries the messages: arguments out, results and errors in."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._encode = Encoder(enc_hook=self._pass_on).encode
+        self._reply = Decoder(Reply).decode
+        self._failure = Decoder(Failure).decode
+        self._decoders = _Decoders(self._lease, arguments=False)
+
+    def result(self, method: str, reply: Reply) -> Any:
+        """The value of a reply, typed after :data:`digen.handles.METHODS`; payloads are leases.
+
+        Raises:
+            ProtocolError: it is not what the method returns.
+        """
+        return _decode(self._decoders[method], reply.value)
+
+    def error(self, reply: Reply, task: str) -> DigenError:
+        """The exception of a failed call, to be raised: of its own class if that is one of :mod:`digen.errors`."""
+        failure = _decode(self._failure, reply.value)
+        where = f"worker {self._worker!r}, {task}: "
+        kind = getattr(errors, failure.type, None)
+        if isinstance(kind, type) and issubclass(kind, DigenError):
+            error = kind.__new__(kind)
+            error.args = (where + failure.message,)
+            known = {name for name in failure.fields if not (name.startswith("_") or hasattr(kind, name))}
+            vars(error).update((name, failure.fields[name]) for name in known)  # and nothing over its methods
+        else:
+            error = WorkerRaised(f"{where}{failure.type}: {failure.message}")
+        if isinstance(error, WorkerError):
+            error.worker, error.task = self._worker, task
+        if tail := failure.fields.get("log_tail"):
+            error.add_note(f"last lines of its log:\n{tail}")
+        error.add_note(f"traceback in {self._worker}:\n{failure.traceback}")
+        return error
+
+    def _envelope(self, body: bytes) -> Reply:
+        return _decode(self._reply, body)
+
+    def _arguments(self, method: str, args: tuple[Any, ...]) -> Raw:
+        absent = len(METHODS[method][0]) - len(args) if method in METHODS else 0
+        try:
+            encoded = self._encode((*args, *[None] * absent))  # the decoder wants a tuple of one length
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WorkerError(f"cannot send {method} to {self._worker!r}: {error}", worker=self._worker) from error
+        if len(encoded) > MAX_FRAME - _ENVELOPE:
+            raise WorkerError(
+                f"cannot send {method} to {self._worker!r}: its arguments take {len(encoded)} bytes, the limit is "
+                f"{MAX_FRAME}; {_USE_PAYLOAD}",
+                worker=self._worker,
+            )
+        return Raw(encoded)
+
+    def _pass_on(self, value: Any) -> Any:
+        raise NotImplementedError
+
+    def _lease(self, ref: PayloadRef) -> Payload:
+        raise NotImplementedError
+
+
+class DriverCodec(CallCodec):
+    """The driver's side of a worker that shares memory with others: payloads are leases of its segments.
 
     It owns the descriptors of the worker's segments while the worker lives.
     """
 
     def __init__(self, worker: str, store: str) -> None:
-        self._worker = worker
+        super().__init__(worker)
         self._store = store
         self._segments: dict[int, Segment] = {}
         self._released: deque[int] = deque()
         self._forgotten: deque[tuple[str, int]] = deque()
         self._leases: list[Lease] = []
-        self._encode = Encoder(enc_hook=self._pass_on).encode
-        self._reply = Decoder(Reply).decode
-        self._failure = Decoder(Failure).decode
-        self._decoders = _Decoders(self._lease, arguments=False)
 
     @property
     def num_segments(self) -> int:
@@ -295,18 +354,15 @@ class DriverCodec:
         Raises:
             WorkerError: an argument cannot cross a process boundary, or is longer than a frame.
         """
-        absent = len(METHODS[method][0]) - len(args) if method in METHODS else 0
         try:
-            encoded = self._encode((*args, *[None] * absent))  # the decoder wants a tuple of one length
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise WorkerError(f"cannot send {method} to {self._worker!r}: {error}", worker=self._worker) from error
+            encoded = self._arguments(method, args)
         finally:
             leases, self._leases = self._leases, []
         new = list({id(s): s for lease in leases if self not in (s := lease.segment).readers}.values())
-        if len(encoded) > MAX_FRAME - _ENVELOPE or len(new) > MAX_FDS:
+        if len(new) > MAX_FDS:
             raise WorkerError(
-                f"cannot send {method} to {self._worker!r}: its arguments take {len(encoded)} bytes and {len(new)} new "
-                f"segments, the limits are {MAX_FRAME} and {MAX_FDS}; {_USE_PAYLOAD}",
+                f"cannot send {method} to {self._worker!r}: its arguments are in {len(new)} new segments, the limit is "
+                f"{MAX_FDS}; {_USE_PAYLOAD}",
                 worker=self._worker,
             )
         for segment in new:
@@ -316,7 +372,7 @@ class DriverCodec:
         message = Request(
             request_id,
             method,
-            Raw(encoded),
+            encoded,
             [(segment.store, segment.index) for segment in new],
             _drain(self._released),
             _drain(self._forgotten),
@@ -330,7 +386,7 @@ class DriverCodec:
             ProtocolError: it is no reply.
         """
         try:
-            reply = _decode(self._reply, body)
+            reply = self._envelope(body)
         except ProtocolError:
             close_all(fds)
             raise
@@ -342,36 +398,12 @@ class DriverCodec:
             segment.readers.add(self)
         return reply
 
-    def result(self, method: str, reply: Reply) -> Any:
-        """The value of a reply, typed after :data:`digen.handles.METHODS`; payloads are leases.
-
-        Raises:
-            ProtocolError: it is not what the method returns.
-        """
-        return _decode(self._decoders[method], reply.value)
-
-    def error(self, reply: Reply, task: str) -> DigenError:
-        """The exception of a failed call, to be raised: of its own class if that is one of :mod:`digen.errors`."""
-        failure = _decode(self._failure, reply.value)
-        where = f"worker {self._worker!r}, {task}: "
-        kind = getattr(errors, failure.type, None)
-        if isinstance(kind, type) and issubclass(kind, DigenError):
-            error = kind.__new__(kind)
-            error.args = (where + failure.message,)
-            vars(error).update(failure.fields)
-        else:
-            error = WorkerRaised(f"{where}{failure.type}: {failure.message}")
-        if isinstance(error, WorkerError):
-            error.worker, error.task = self._worker, task
-        error.add_note(f"traceback in {self._worker}:\n{failure.traceback}")
-        return error
-
     def _pass_on(self, value: Any) -> Any:
         if isinstance(value, Lease):
             if value.released:
                 raise TypeError(f"{value!r} was released; its memory may hold something else by now")
             self._leases.append(value)
-            return Ext(_PAYLOAD, _encode_ref(value.ref))
+            return reference(value.ref)
         if isinstance(value, Payload):
             raise TypeError(f"{value!r} is not held by a worker process, and the driver passes on no arrays")
         raise TypeError(f"a {type(value).__name__} cannot cross a process boundary")
@@ -381,6 +413,11 @@ class DriverCodec:
         if segment is None or ref.store != self._store:
             raise ProtocolError(f"it names the segment {ref.store}/{ref.segment}, of which no descriptor came")
         return Lease(ref, segment, self)
+
+
+def reference(ref: PayloadRef) -> Ext:
+    """What stands for a payload in a message."""
+    return Ext(_PAYLOAD, _encode_ref(ref))
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,8 @@ from digen.diffusion.rewards.compute import Reward, RewardFunction, build_callab
 from digen.diffusion.rewards.prompts import target_text
 from digen.diffusion.roles import GeneratorTarget
 from digen.errors import ConfigError, MissingExtra, RewardError
-from digen.runner import ROLES, prepare, process_worker
+from digen.fleet import ROLES, build_process
+from digen.runner import prepare
 from digen.types import EvaluationRequest, MicroBatch, Prompt
 
 PROMPTS = [Prompt("the digit 3", {"label": 3}), Prompt("the digit 4", {"label": 4})]
@@ -233,7 +234,7 @@ class TestBeforeTheRun:
         config = RunConfig(reward=section)
         assert "sesame" not in dump_yaml(config)
         scorer, trainer = (
-            process_worker(config, name, f"{ROLES}:{target}", log_dir=None)
+            build_process(config, name, f"{ROLES}:{target}", log_dir=None)
             for name, target in (("gen0", "GeneratorTarget"), ("trainer", "TrainerTarget"))
         )
         assert scorer._env["JUDGE_API_KEY"] == "sesame"

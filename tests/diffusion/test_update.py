@@ -276,6 +276,15 @@ class TestTimestepsThatFitInMemory:
             learner.update(micro_batch(), 0, _sample(toy(torch.float64), micro_batch()), ADVANTAGES)
         assert all(parameter.grad is None for parameter in model.parameters().values())
 
+    def test_a_given_size_that_does_not_fit_names_the_options(
+        self, toy: Any, micro_batch: Make, config: Config
+    ) -> None:
+        model = self._limited(toy, 23)
+        chains = _sample(toy(torch.float64), micro_batch())
+        with pytest.raises(StepFailed, match=r"6 samples at 4 timesteps does not fit.* set algorithm\.tsp_chunk"):
+            Learner(model, config(algorithm__tsp_chunk="all")).update(micro_batch(), 0, chains, ADVANTAGES)
+        assert all(parameter.grad is None for parameter in model.parameters().values())
+
     def test_out_of_memory_in_the_backward_is_seen_and_undone(
         self, toy: Any, micro_batch: Make, config: Config
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from digen.cli import main
-from digen.config import load_config
+from digen.config import LoraSection, load_config
 
 
 @pytest.fixture(autouse=True)
@@ -218,13 +218,9 @@ def test_fields_lists_every_field_once_with_help(capsys: pytest.CaptureFixture[s
     def leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
         found = []
         for name, value in data.items():
-            nested = isinstance(value, dict) and f"{prefix}{name}" not in {
-                "algorithm.options",
-                "reward.kwargs",
-                "workers.gpus",
-                "costs.types",
-            }
-            found += leaves(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+            found += leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [f"{prefix}{name}"]
+            if f"{prefix}{name}" == "model.lora":  # a section that is absent by default
+                found += leaves(LoraSection().model_dump(), "model.lora.")
         return found
 
     assert listed == leaves(load_config().model_dump())

@@ -58,6 +58,19 @@ def test_a_load_that_holds_something_else_is_an_error(wrong: dict[str, int]) -> 
         sync.load_ended(publication(1), report(1, **wrong))
 
 
+def test_loads_of_weights_without_a_checksum_must_agree() -> None:
+    sync = WeightSync(lambda payload: None)
+    for version, found in ((1, 11), (2, 12), (1, 13)):
+        unknown = msgspec.structs.replace(publication(version), checksum=None)
+        sync.published(unknown)
+        for _ in range(3):
+            sync.load_began(unknown)
+        sync.load_ended(unknown, report(version, checksum=found))
+        sync.load_ended(unknown, report(version, checksum=found))
+        with pytest.raises(ProtocolError, match=f"after loading version {version} .* of other weights"):
+            sync.load_ended(unknown, report(version, checksum=7))
+
+
 class Trainer(SimWorker):
     """Knows which of its publications are still lent."""
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from digen.errors import NumericsError, RewardError
+from digen.errors import NumericsError, RankFailed, RewardError
 from digen.types import CommitReport, LoadReport, MicroBatch, Payload, Publication, Rollout, Scored, UpdateReport
 
-_FD = int(sys.argv[1]) if len(sys.argv) > 2 else -1  # the worker's socket, for targets that misuse it
+_FD = int(sys.argv[1]) if len(sys.argv) > 2 and sys.argv[1].isdigit() else -1  # the worker's socket, for targets that misuse it
 
 
 class Engine:
@@ -61,6 +63,9 @@ class Misc:
     def environ(self) -> dict[str, str]:
         return dict(os.environ)
 
+    def interpreter(self) -> tuple[str, list[str]]:
+        return sys.prefix, sys.path
+
     def modules(self) -> list[str]:
         return sorted(sys.modules)
 
@@ -73,6 +78,26 @@ class Misc:
     def nap(self, seconds: float) -> str:
         time.sleep(seconds)
         return "rested"
+
+    def doze(self, path: str, seconds: float) -> str:
+        """Leave a byte in a file and nap."""
+        with Path(path).open("a") as file:
+            file.write(".")
+        return self.nap(seconds)
+
+    def hold_interpreter(self, seconds: int) -> None:
+        """C code that no other thread of Python can run beside."""
+        ctypes.PyDLL(None).sleep(seconds)
+
+    def spin(self, seconds: float) -> str:
+        """Python code that never waits."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return "spun"
+
+    def threads(self) -> list[str]:
+        return sorted(thread.name for thread in threading.enumerate())
 
     def wait_for(self, path: str) -> Payload:
         """Block until ``path`` exists."""
@@ -160,6 +185,74 @@ class Misc:
         return bytes(20 << 20)
 
 
+class Rank(Misc):
+    """One of several processes that do the same commands. Its weights are a number."""
+
+    def __init__(self, ranks: dict[str, Any], drift: int = 0, first: int = 0, birth: tuple[Any, ...] = ()) -> None:
+        self.rank = int(ranks["rank"])
+        self.spec = ranks
+        self.drift = drift
+        self.version = first * self.rank
+        self.noted: list[Any] = []
+        if birth:
+            getattr(self, birth[0])(*birth[1:])
+
+    def ranks(self) -> dict[str, Any]:
+        return self.spec
+
+    def note(self, value: Any) -> int:
+        self.noted.append(value)
+        return self.rank
+
+    def notes(self) -> list[Any]:
+        return self.noted
+
+    def on(self, rank: int, method: str, *args: Any) -> str:
+        """One rank does something, the others nothing."""
+        if rank == self.rank:
+            getattr(self, method)(*args)
+        return "well"
+
+    def meet(self, rank: int, method: str, *args: Any) -> str:
+        """One rank does something while the others wait for it, as in a collective."""
+        self.on(rank, method, *args)
+        time.sleep(60)
+        return "never"
+
+    def together(self, rank: int, method: str, *args: Any) -> str:
+        """One rank does something; the others fail with it, and earlier."""
+        if rank == self.rank:
+            time.sleep(0.1)
+            getattr(self, method)(*args)
+        raise RankFailed(f"rank {self.rank} had to give up")
+
+    def commit(self, step: int, indices: tuple[int, ...]) -> CommitReport:
+        self.version += 1
+        return CommitReport(self.version, len(indices) + self.drift * self.rank)
+
+    def restore(self, path: str) -> int:
+        self.version = int(path) + self.drift * self.rank
+        return self.version
+
+
+class Collective:
+    """Ranks that meet in torch.distributed."""
+
+    def __init__(self, ranks: dict[str, Any]) -> None:
+        from digen.diffusion.ranks import Ranks
+
+        self.ranks = Ranks(ranks)
+
+    def total(self, value: float, but: int = -1) -> float:
+        """The sum of ``value`` over ranks, weighted by rank + 1; rank ``but`` does not come."""
+        import torch
+
+        if but == self.ranks.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows = self.ranks.gather(torch.tensor([value * (self.ranks.rank + 1)]))
+        return 0.0 if rows is None else float(rows.sum())
+
+
 class Deaf(Misc):
     """Does not care to be terminated."""
 
@@ -180,6 +273,14 @@ def wrong_type() -> object:
 
 
 def sleepy() -> None:
+    time.sleep(60)
+
+
+def holding() -> None:
+    Misc().hold_interpreter(60)
+
+
+def sleepy_rank(ranks: dict[str, Any]) -> None:
     time.sleep(60)
 
 

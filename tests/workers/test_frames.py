@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digen.errors import MissingExtra, ProtocolError, RewardError, WorkerError, WorkerRaised
+from digen.errors import DigenError, MissingExtra, ProtocolError, RewardError, WorkerDied, WorkerError, WorkerRaised
 from digen.handles import METHODS
 from digen.types import (
     CommitReport,
@@ -180,9 +181,127 @@ def test_garbage_is_a_protocol_error_and_nothing_else(body: bytes) -> None:
         pair.driver.error(pair.driver.open(body, []), "task")
 
 
+def corpus() -> list[tuple[str, bytes]]:
+    """Real messages of every kind, with the method that they belong to."""
+    pair = Pair()
+    micro_batch = MicroBatch(1, 2, 3, (GroupSlice("u", Prompt("p", {"k": [1, "x"]}), 0, 2, 4),))
+    found = []
+    for method, value in {
+        "generate": Rollout(micro_batch, 1, 1, Payload({"a": b"abc", "b": memoryview(bytes(8)).cast("f")})),
+        "score": Scored((1.0, 2.0), {"ocr": (0.5, 1.0)}),
+        "update": UpdateReport(1, 2, 3, {"loss": 0.5}),
+        "save": {"file": ["x", None, 1.5]},
+        "restore": 3,
+    }.items():
+        body, fds = pair.worker.reply(1, value)
+        found.append((method, body))
+        result = pair.driver.result(method, pair.driver.open(body, fds))
+        if method == "generate":
+            sent = pair.driver.request(1, "update", (result, [1.0, None]))
+            found.append(("update", sent[0]))
+    for method, args in {"generate": (micro_batch,), "commit": (4, (0, 1)), "anything": ([1, {"a": b"b"}],)}.items():
+        found.append((method, pair.driver.request(2, method, args)[0]))
+    found.append(("score", pair.worker.failure(1, RewardError("no \ud800 reward"))))
+    found.append(("score", pair.worker.failure(1, WorkerDied(worker="v", exit_code=3, log_tail="tail"))))
+    return found
+
+
+CORPUS = corpus()
+HEADS = [
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\xa2\xff\xfe",
+]
+"""An array, a map, bytes and a text of 4 GiB, and a text that is not UTF-8."""
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A real message in which something was overwritten, put in, left out, or cut off."""
+    method, body = draw(st.sampled_from(CORPUS))
+    piece = st.sampled_from(HEADS) | st.binary(min_size=1, max_size=4) | PLAIN.map(msgspec.msgpack.encode)
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(body)))
+        end = min(len(body), start + draw(st.sampled_from((0, 1, 4, 1 << 20))))
+        body = body[:start] + draw(piece | st.just(b"")) + body[end:]
+    return method, body
+
+
+@settings(max_examples=500, derandomize=True, deadline=None)
+@given(mutated())
+def test_a_message_that_was_tampered_with_is_an_error_that_says_so(message: tuple[str, bytes]) -> None:
+    method, body = message
+    pair = Pair()
+    with contextlib.suppress(ProtocolError, TypeError):
+        pair.worker.arguments(pair.worker.open(body, []))
+    with contextlib.suppress(ProtocolError):
+        pair.driver.result(method, pair.driver.open(body, []))
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(pair.driver.error(pair.driver.open(body, []), "task"), DigenError)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.lists(st.sampled_from(CORPUS), min_size=1, max_size=4), st.data())
+def test_a_stream_that_was_tampered_with_gives_frames_or_an_error(
+    messages: list[tuple[str, bytes]], data: st.DataObject
+) -> None:
+    """It never holds more than what came, whatever its headers announce."""
+    stream = bytearray(b"".join(frame(body) for _, body in messages))
+    for _ in range(data.draw(st.integers(0, 4))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    reader, taken = FrameReader(), 0
+    with contextlib.suppress(ProtocolError):
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            for body, fds in reader.feed(bytes(stream[start:end])):
+                assert not fds
+                taken += 5 + len(body)
+        assert taken <= len(stream)
+        assert len(reader._buffer) == len(stream) - taken
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_length_that_nothing_follows_takes_no_memory(head: bytes) -> None:
+    pair = Pair()
+    tracemalloc.start()
+    try:
+        for start in (b"", b"\x94\x01\xc3", b"\x94\x01\xc3\xc0"):
+            for method in ("x", "save", "score", "generate"):
+                with pytest.raises(ProtocolError, match="cannot be decoded"):
+                    pair.driver.result(method, pair.driver.open(start + head + bytes(100), []))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_reply_that_is_no_reply_closes_the_descriptors_that_came_with_it() -> None:
+    for body in (b"\xc1", b"\x94\x01\xc3\xc0\x90"):
+        fd = os.open(os.devnull, os.O_RDONLY)
+        with pytest.raises(ProtocolError):
+            Pair().driver.open(body, [fd])
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_fields_of_an_error_do_not_replace_its_methods() -> None:
+    pair = Pair()
+    fields = {"add_note": "x", "__notes__": "x", "args": "x", "exit_code": 3}
+    body = msgspec.msgpack.encode(
+        [1, False, {"type": "WorkerDied", "message": "m", "traceback": "t", "fields": fields}]
+    )
+    error = pair.driver.error(pair.driver.open(body, []), "task")
+    assert isinstance(error, WorkerDied)
+    assert (str(error), error.exit_code, error.__notes__) == ("worker 'w', task: m", 3, ["traceback in w:\nt"])
+
+
 def test_deep_nesting_is_a_protocol_error() -> None:
+    deep = b"\x91" * 1_000_000
     with pytest.raises(ProtocolError, match="recursion"):
-        Pair().driver.open(b"\x93\x01\xc3" + b"\x91" * 1_000_000, [])
+        Pair().driver.open(b"\x93\x01\xc3" + deep, [])
+    with pytest.raises(ProtocolError, match="recursion"):
+        Pair().worker.open(b"\x93\x01\xa1x" + deep, [])
 
 
 def test_what_cannot_cross_is_refused_with_advice() -> None:

@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from digen.errors import ProtocolError
 from digen.types import ArraySpec, Payload, PayloadRef
 from digen.workers.payload import ALIGNMENT, Lease, Segment, Store
+from digen.workers.wire import WorkerCodec
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
 ARRAYS = st.sampled_from(DTYPES).flatmap(
@@ -101,6 +102,52 @@ def test_segments_are_reused_and_their_number_stays_flat() -> None:
     assert store.num_segments <= 2
     held = [store.write({"x": bytes(100_000)}).segment for _ in range(3)]
     assert len(set(held)) == 3
+
+
+def test_a_payload_written_in_place_is_read_where_it_was_written() -> None:
+    writer, reader = Store("a#1"), Store("b#1")
+    codec = WorkerCodec(writer)
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {"x": ("f", (2, 3)), "empty": ("d", (2, 0)), "flag": ("B", (1,))}
+    placed = writer.place(shapes, lambda views: views["flag"][0] == 1)
+    placed.views["flag"][0] = 0
+    body, fds = codec.reply(1, placed)
+    reply = msgspec.msgpack.decode(body)
+    ref = msgspec.msgpack.decode(reply[2].data, type=PayloadRef)
+    reader.attach("a#1", ref.segment, *fds)
+    seen = reader.read(ref)
+    np.asarray(placed.views["x"])[1, 2] = 2.5  # after it was handed out
+    assert np.asarray(seen["x"])[1, 2] == 2.5
+    assert [np.asarray(seen[name]).shape for name in shapes] == [(2, 3), (2, 0), (1,)]
+    assert {name: spec.offset for name, spec in zip(shapes, ref.arrays, strict=True)} == placed.offsets
+    with mmap.mmap(placed.descriptor, 0) as memory:
+        assert memory[placed.offsets["x"] + 20 :][:4] == np.float32(2.5).tobytes()
+    assert placed["x"].readonly
+    with pytest.raises(TypeError, match="handed out before"):
+        codec.reply(2, placed)
+
+
+def test_a_payload_written_in_place_is_reused_when_it_is_released_and_written() -> None:
+    store = Store("a#1")
+    done: list[int] = []
+    placed = store.place({"x": ("B", (10,))}, lambda views: bool(done))
+    segment = placed.hand_out().segment
+    store.release(segment)
+    assert store.write({"x": b"abc"}).segment != segment
+    done.append(1)
+    assert store.write({"x": b"abc"}).segment == segment
+    unused = store.place({"x": ("B", (10,))}, lambda views: True)
+    segment = unused.segment
+    del unused
+    gc.collect()
+    assert store.write({"x": b"abc"}).segment == segment
+
+
+@pytest.mark.parametrize("shape", [("e", (2,)), ("f", (-2,))])
+def test_an_array_that_cannot_be_is_not_placed(shape: tuple[str, tuple[int, ...]]) -> None:
+    store = Store("a#1")
+    with pytest.raises(ValueError, match="'x' has the impossible format"):
+        store.place({"x": shape}, lambda views: True)
+    assert store.num_segments == 0
 
 
 def test_a_small_payload_leaves_a_large_segment_free() -> None:

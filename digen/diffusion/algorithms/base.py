@@ -149,7 +149,11 @@ class Algorithm:
     def draw(
         self, family: Family, micro_batch: MicroBatch, conditioning: Conditioning, schedule: Schedule, *, unit: int
     ) -> Trajectories:
-        """Draw every sample of a micro-batch with the weights that ``family`` holds, ``unit`` of them a forward."""
+        """Draw every sample of a micro-batch with the weights that ``family`` holds, ``unit`` of them a forward.
+
+        A rank of several gets what it draws as a micro-batch of its own, in which a sample may come twice. What is
+        drawn of a sample must follow from its seeds alone, and the number of forwards from the number of samples.
+        """
         raise NotImplementedError
 
     # Training

@@ -174,13 +174,17 @@ class PipelineFamily:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of weights and forward."""
-        return self._dtype if self.network is None else self.network.dtype
+        """Precision of the forward, and of the weights unless the optimizer has others."""
+        return self._dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._device if self.network is None else self.network.device
+        """Where forwards run."""
+        return self._device
+
+    def networks(self) -> list[torch.nn.Module]:
+        """The denoiser, and its frozen copy where there is one."""
+        return [network for network in (self.network, self._reference) if network is not None]
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The adapter's parameters, or all of the denoiser's."""

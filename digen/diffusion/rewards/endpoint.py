@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -34,10 +35,13 @@ _PASSING = frozenset({408, 425, 429})
 
 
 class Endpoint:
-    """One URL that takes JSON by POST and answers JSON. Safe to use from several threads.
+    """A URL, or several of one service, that takes JSON by POST and answers JSON. Safe to use from several threads.
+
+    Of several, a request goes to the one that has the fewest requests of this endpoint, and a retry to another one;
+    one that fails again and again is left out for a while.
 
     Args:
-        url: ``http://`` or ``https://``, without user name or password.
+        url: ``http://`` or ``https://``, without user name or password; or several.
         api_key_env: the environment variable that holds a key, sent as ``Authorization: Bearer``. The key is never
             logged, and only sent over https, or http to this machine itself.
         concurrency: requests at a time.
@@ -47,8 +51,9 @@ class Endpoint:
             answer 408, 425, 429 or 5xx).
         backoff_s: wait before the first retry; doubled for each further one, and shortened by up to half, at random but
             by ``seed``. A server's ``Retry-After`` in seconds counts if it is longer.
-        breaker_failures: so many requests that failed in a row, whosever they were, open the circuit: no server is
-            asked for ``breaker_s``, every score fails at once. Then a single request tries whether it is back.
+        breaker_failures: so many requests to a server that failed in a row, whosever they were, open its circuit: it
+            is not asked for ``breaker_s``; where no other is left, every score fails at once. Then a single request
+            tries whether it is back.
         breaker_s: see there.
         seed: see there.
 
@@ -58,7 +63,7 @@ class Endpoint:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         api_key_env: str | None = None,
         concurrency: int = 8,
@@ -82,11 +87,15 @@ class Endpoint:
                 raise ConfigError(f"{name} of a remote reward must be a positive number of seconds, got {seconds}")
         if not 0 <= backoff_s < float("inf"):
             raise ConfigError(f"backoff_s of a remote reward must be at least 0 seconds, got {backoff_s}")
-        self._server = _Server(url, _key(api_key_env))
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls or len(set(urls)) < len(urls):
+            raise ConfigError(f"a remote reward needs a URL, or several different ones, got {urls}")
+        key = _key(api_key_env)
+        self._replicas = [_Replica(_Server(one, key), Breaker(breaker_failures, breaker_s)) for one in urls]
+        self._lock = threading.Lock()
         self._concurrency = concurrency
         self._timeout_s, self._deadline_s = timeout_s, deadline_s
         self._retries, self._backoff_s, self._seed = retries, backoff_s, seed
-        self._breaker = Breaker(breaker_failures, breaker_s)
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | Exception]:
         """``function`` of every item, which may :meth:`ask`, on at most ``concurrency`` threads; failures as values."""
@@ -108,30 +117,54 @@ class Endpoint:
         """
         body = json.dumps(question, ensure_ascii=False, allow_nan=False).encode()
         deadline = time.monotonic() + self._deadline_s
+        tried: list[_Replica] = []
         for attempt in range(self._retries + 1):
-            self._breaker.check(self._server.name)
+            replica = self._take(tried)
+            server, breaker = replica.server, replica.breaker
             try:
-                answer = self._server.post(body, min(deadline, time.monotonic() + self._timeout_s))
+                answer = server.post(body, min(deadline, time.monotonic() + self._timeout_s))
             except _Passing as failure:
-                self._breaker.failed(str(failure))
+                breaker.failed(str(failure))
                 digest = hashlib.blake2b(body, digest_size=16).hexdigest()
                 share = 1 - derive_seed(self._seed, "reward-retry", digest, attempt) / 2**64  # from 1/2 to 1
                 wait = max(self._backoff_s * 2**attempt * share, failure.wait_s)
-                reason = f"{self._server.name} {failure}"
+                reason = f"{server.name} {failure}"
                 if attempt == self._retries:
                     raise RewardError(f"{reason}; given up after {attempt + 1} requests") from failure
                 if time.monotonic() + wait >= deadline:
                     raise RewardError(
                         f"{reason}; no time for another request within {self._deadline_s:g} s"
                     ) from failure
-                time.sleep(wait)
+                tried.append(replica)
             except RewardError:
-                self._breaker.succeeded()
+                breaker.succeeded()
                 raise
             else:
-                self._breaker.succeeded()
+                breaker.succeeded()
                 return answer
+            finally:
+                with self._lock:
+                    replica.num_requests -= 1
+            time.sleep(wait)
         raise AssertionError  # unreachable: the last attempt returns or raises
+
+    def _take(self, tried: Sequence[_Replica]) -> _Replica:
+        """The replica to ask: best one that has not failed on this question, then one that has little to do.
+
+        Raises:
+            RewardError: the circuits of all are open; says why the first one's is.
+        """
+        with self._lock:
+            refusal: RewardError | None = None
+            for replica in sorted(self._replicas, key=lambda one: (tried.count(one), one.num_requests)):
+                try:
+                    replica.breaker.check(replica.server.name)
+                except RewardError as error:
+                    refusal = refusal or error
+                else:
+                    replica.num_requests += 1
+                    return replica
+            raise refusal or AssertionError  # unreachable: there is at least one
 
 
 class Breaker:
@@ -185,6 +218,16 @@ class _Passing(Exception):
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         self.wait_s = wait_s
         super().__init__(message)
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """One of an endpoint's servers."""
+
+    server: _Server
+    breaker: Breaker
+    num_requests: int = 0
+    """Under way now."""
 
 
 class _Server:

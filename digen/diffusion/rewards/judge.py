@@ -31,7 +31,8 @@ class VisionJudge:
     """Reward: the judge's score, mapped from its range to [0, 1]; or with ``answers`` their expected value.
 
     Args:
-        url: the endpoint's base, for example ``http://127.0.0.1:8000/v1``.
+        url: the endpoint's base, for example ``http://127.0.0.1:8000/v1``, or those of several servers of the judge. A
+            config may have ``server`` in place of ``url`` and ``model``: the name of one of ``workers.judges``.
         model: the name under which the server knows the judge.
         question: what the judge is asked; ``{prompt}`` is replaced by the prompt's text. Default: how well the picture
             shows it.
@@ -44,6 +45,8 @@ class VisionJudge:
         min_probability: the answers' probabilities must add up to so much.
         request: further fields of a request. Default: temperature 0 and ``max_tokens`` 512, with ``answers`` 1.
         frames: pictures of a video, see :func:`digen.diffusion.rewards.pictures.pictures`.
+        sleep: the servers are vLLM's and asleep: wake them to score and put them to sleep again. Only for a judge that
+            nobody else asks; ``workers.judges`` sets it.
         endpoint: the other arguments of :class:`digen.diffusion.rewards.endpoint.Endpoint`.
 
     Raises:
@@ -52,7 +55,7 @@ class VisionJudge:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         model: str,
         *,
         question: str | None = None,
@@ -62,10 +65,13 @@ class VisionJudge:
         min_probability: float = 0.5,
         request: Mapping[str, Any] | None = None,
         frames: int = 1,
+        sleep: bool = False,
         **endpoint: Any,
     ) -> None:
         self._frames = checked_frames(frames)
-        self._endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", **endpoint)
+        bases = [base.rstrip("/") for base in ([url] if isinstance(url, str) else url)]
+        self._endpoint = Endpoint([f"{base}/chat/completions" for base in bases], **endpoint)
+        self._sleepers = [base.removesuffix("/v1") for base in bases] if sleep else []
         self._low, self._high = _checked_range(score_range)
         self._pattern = _checked_pattern(_NUMBER if pattern is None else pattern)
         self._answers = None if answers is None else _checked_answers(answers)
@@ -92,7 +98,18 @@ class VisionJudge:
 
     def __call__(self, images: Images, prompts: Sequence[Prompt]) -> list[float | Exception]:
         """One number a sample, or why there is none."""
-        return self._endpoint.map(self._judge, list(zip(pictures(images, self._frames), prompts, strict=True)))
+        samples = list(zip(pictures(images, self._frames), prompts, strict=True))
+        if not self._sleepers:
+            return self._endpoint.map(self._judge, samples)
+        from digen.diffusion.engines.vllm_judge import put_to_sleep, wake_up
+
+        try:
+            for server in self._sleepers:
+                wake_up(server)
+            return self._endpoint.map(self._judge, samples)
+        finally:
+            for server in self._sleepers:
+                put_to_sleep(server)
 
     def _judge(self, sample: Any) -> float:
         shown, prompt = sample
