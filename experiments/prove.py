@@ -23,6 +23,7 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "overhead": (["experiments/overhead.py"], {}),
     "transport": (["experiments/transport.py"], {}),
     "weights": (["experiments/weights.py"], {}),
+    "detection": (["experiments/detection.py"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
     "timelines": (["experiments/timelines.py"], {}),
     "ablation": (["experiments/ablation.py"], {}),

@@ -61,6 +61,12 @@ def test_weights_of_two_ranks() -> None:
     assert re.search(r"^2 +pull mode: the trainer stalls for \d", out, re.MULTILINE)
 
 
+def test_detection() -> None:
+    out = run("detection.py", "--repeats", "3", "--hangs", "1", "--deadline", "0.5", "--no-ray")
+    assert re.search(r"^digen: SIGKILL to the error of the call +3 +\d+\.\d +\d+\.\d$", out, re.MULTILINE)
+    assert len(re.findall(r"(?:met|MISSED)$", out, re.MULTILINE)) == 3, "how fast is for the benchmark to say"
+
+
 def test_stage_scaling(tmp_path: Path) -> None:
     out = run("scaling.py", "--model-only", "--out", str(tmp_path))
     assert "simulated: stage model, assumed parameters" in out

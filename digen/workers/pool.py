@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError
+from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import CommitReport, MicroBatch, Payload, Publication, Rollout, Scored, UpdateReport
 from digen.workers.handle import to_the_end
 
@@ -101,12 +101,12 @@ class Pool:
 
         Raises:
             WorkerError: no worker has it.
-            WorkerDied, ProtocolError: the worker that had it was lost; the call is not repeated.
+            WorkerDied, WorkerTimeout, ProtocolError: the worker that had it was lost; the call is not repeated.
         """
         worker = await self._take(method)
         try:
             result = await getattr(worker, method)(*args)
-        except (WorkerDied, ProtocolError) as error:
+        except (WorkerDied, WorkerTimeout, ProtocolError) as error:
             self._lose(worker, error)
             raise
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from digen import ConfigError, InProcessWorker, MicroBatch, Pool, ProcessWorker, WorkerDied, WorkerError, WorkerRaised
+from digen.errors import WorkerTimeout
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("nothing_left")]
 
@@ -101,13 +102,14 @@ async def test_a_cancelled_turn_that_had_come_is_passed_on() -> None:
         await third
 
 
-async def test_a_lost_worker_gets_no_more_calls_and_nobody_waits_for_it() -> None:
+@pytest.mark.parametrize("lost", [WorkerDied(worker="one", signal=9), WorkerTimeout("late", worker="one")])
+async def test_a_lost_worker_gets_no_more_calls_and_nobody_waits_for_it(lost: WorkerError) -> None:
     log: list[tuple[str, Any]] = []
     one, two = Handle("one", log), Handle("two", log)
     async with Pool([one, two]) as pool:
         calls = [asyncio.ensure_future(pool.call("work", item)) for item in range(4)]
         await settle()
-        one.gates[-1].set_exception(WorkerDied(worker="one", signal=9))
+        one.gates[-1].set_exception(lost)
         await settle()
         assert log == [("one", 0), ("two", 1)]
         two.gates[-1].set_exception(ValueError("just this once"))
@@ -115,7 +117,7 @@ async def test_a_lost_worker_gets_no_more_calls_and_nobody_waits_for_it() -> Non
         assert log[2:] == [("two", 2)]
         two.gates[-1].set_exception(WorkerDied(worker="two", exit_code=1))
         errors = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(error) for error in errors] == [WorkerDied, ValueError, WorkerDied, WorkerError]
+        assert [type(error) for error in errors] == [type(lost), ValueError, WorkerDied, WorkerError]
         assert "exit code 1" in str(errors[3])
         with pytest.raises(WorkerError, match="no worker of the pool"):
             await pool.call("work", 9)
