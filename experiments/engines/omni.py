@@ -1,4 +1,4 @@
-"""vLLM-Omni as a generator, for real: tiny random models on a CPU. About two minutes a family.
+"""vLLM-Omni as a generator, for real: tiny random models on a CPU. About two minutes a family, more on a busy machine.
 
     experiments/engines/make_environment.sh /tmp/omni          # once
     python experiments/engines/omni.py --python /tmp/omni/bin/python [FAMILY ...]
@@ -34,22 +34,28 @@ PROMPTS = (Prompt("a red square"), Prompt("two blue circles on the sea"))
 NUM_SAMPLES = 4
 
 
-def config(family: str, model: Path, dtype: str, *, lora: bool, num_steps: int) -> RunConfig:
+def config(family: str, model: Path, arguments: argparse.Namespace, *, lora: bool) -> RunConfig:
     return RunConfig.model_validate(
         {
-            "run": {"name": f"omni-{family}", "num_steps": 2},
+            "run": {
+                "name": f"omni-{'adapter' if lora else 'full'}",
+                "num_steps": 4,
+                "output": str(model.parent / "runs"),
+            },
             "model": {
                 "family": family,
                 "path": str(model),
-                "dtype": dtype,
+                "dtype": arguments.dtype,
                 "lora": {"rank": 4, "alpha": 8} if lora else None,
             },
             "plan": {"prompts_per_step": 2, "samples_per_prompt": NUM_SAMPLES},
-            "sampling": {"num_inference_steps": num_steps} | SIZES[family],
-            "algorithm": {"name": "flow_grpo", "old_logprobs": "behaviour"},
+            "sampling": {"num_inference_steps": arguments.steps} | SIZES[family],
+            "algorithm": {"name": "flow_grpo"},
             "optimizer": {"lr": 3e-3},
             "reward": {"name": "jpeg_incompressibility"},
-            "workers": {"scorers": 1, "engines": {"gen0": "vllm_omni"}},
+            "prompts": {"source": str(HERE.parent / "prompts" / "general.txt")},
+            "schedule": {"mode": "tcss"},
+            "workers": {"scorers": 1, "engines": {"gen0": "vllm_omni"}, "python": {"gen0": str(arguments.python)}},
             "evaluation": {"at_start": False, "at_end": False},
         }
     )
@@ -164,8 +170,26 @@ async def main() -> None:
             model = Path(folder) / family
             build_model(family, model)
             for lora in (False, True):
-                settings = config(family, model, arguments.dtype, lora=lora, num_steps=arguments.steps)
+                settings = config(family, model, arguments, lora=lora)
                 await prove(family, settings, arguments.python, Path(folder) / "logs", lora=lora)
+                if family == arguments.families[0]:
+                    await whole_run(settings)
+
+
+async def whole_run(settings: RunConfig) -> None:
+    """Trainer, scorer and scheduler as ever; only the generator is another one."""
+    report = await digen.arun(settings, progress=False)
+    wanted = ("staleness", "tasks", "weight sync")
+    lines = report.summary().splitlines()
+    print(
+        "  "
+        + "; ".join(
+            [
+                lines[0],
+                *(" ".join(line.split()) for line in lines if line.split()[:1] and line.lstrip().startswith(wanted)),
+            ]
+        )
+    )
 
 
 def build_model(family: str, folder: Path) -> None:

@@ -71,8 +71,11 @@ def _apart(ours: Path, theirs: Path, step: int) -> float:
         {"algorithm.kl_weight": 0.04, **LORA},
         {"algorithm.name": "diffusion_nft", "workers.fsdp.reshard_after_forward": False},
         {
-            **{"algorithm.name": "dpo", "algorithm.options": {"reference_interval": 1}, **LORA},
-            **{"workers.fsdp.replicas": 2, "workers.fsdp.cpu_offload": True},
+            "algorithm.name": "dpo",
+            "algorithm.options": {"reference_interval": 1},
+            **LORA,
+            "workers.fsdp.replicas": 2,
+            "workers.fsdp.cpu_offload": True,
         },
     ],
     ids=["full, kl, checkpointing", "lora, kl", "diffusion_nft, kept whole", "dpo, lora, replicas, offload"],

@@ -256,9 +256,9 @@ def logs(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.asyncio
 async def test_a_rank_that_is_stopped_takes_the_others_with_it(tmp_path: Path) -> None:
     async with ranks(tmp_path, heartbeat_timeout_s=SILENT_S) as group:
-        call = await begun(group, "meet", 1, "kill", 0)
+        call = await begun(group, "on", 1, "nap", 60.0)  # the other has answered, and waits for nobody
         tell(group.ranks[1], signal.SIGSTOP)
-        with pytest.raises(WorkerTimeout, match=r"^rank 1 of 'g', command 1, meet: worker 'g\.1' hung") as caught:
+        with pytest.raises(WorkerTimeout, match=r"^rank 1 of 'g', command 1, on: worker 'g\.1' hung") as caught:
             await call
         assert caught.value.worker == "g"
         assert group.lost

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -31,6 +32,7 @@ from digen import (
     WorkerRaised,
     WorkerTimeout,
 )
+from digen.workers.wire import frame
 
 Make = Callable[..., ProcessWorker]
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -296,6 +298,30 @@ async def test_garbage_ends_the_worker_and_nothing_else(worker: Make, data: byte
         with pytest.raises(ProtocolError, match="was killed"):
             await handle.call("echo")
         assert psutil.Process().memory_info().rss - memory < 32 << 20
+
+
+@pytest.mark.asyncio
+async def test_a_second_answer_to_a_call_ends_the_worker(worker: Make) -> None:
+    answer = frame(msgspec.msgpack.encode([2, True, "first", []]))  # the start was request 1
+    async with worker() as handle:
+        assert await handle.call("write_raw", 2 * answer) == "first"
+        with pytest.raises(ProtocolError, match="request 2, which was not made or was answered before"):
+            await handle.call("echo")
+        assert handle.lost
+
+
+@pytest.mark.asyncio
+async def test_a_frame_that_a_death_cuts_off_is_no_answer(worker: Make) -> None:
+    async with worker() as handle:
+        before = handle.num_bytes
+        call = asyncio.ensure_future(handle.call("write_raw", frame(bytes(1000))[:500]))
+        async with asyncio.timeout(10):
+            while handle.num_bytes < before + 1000:  # noqa: ASYNC110 - 500 bytes there, 500 back
+                await asyncio.sleep(0.001)
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"SIGKILL.* during write_raw"):
+            await call
 
 
 @pytest.mark.parametrize(
