@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ from digen.workers.wire import FrameReader, Request, WorkerCodec, close_all, fra
 STACKS = signal.SIGUSR1
 """Makes a worker write the stacks of its threads to its log, also where one holds the interpreter. Does no other harm,
 so that a batch system that sends it to all processes of a job ends none of them."""
+BEAT = struct.Struct("<d")
+"""A beat: the time of the clock that all processes of a machine share."""
 _LEND = "lend_memory"
 """Method of a target that writes payloads in place, for a :class:`digen.handles.Memory`. Drivers do not see it."""
 _PR_SET_PDEATHSIG = 1
@@ -114,9 +117,9 @@ def die_with(parent: int) -> None:
 
 
 def beat(fd: int, interval_s: float) -> None:
-    """Write a byte to ``fd`` now, and then at every interval, for as long as threads of this process run."""
+    """Write the time to ``fd`` now, and then at every interval, for as long as threads of this process run."""
     os.set_inheritable(fd, False)
-    os.write(fd, b".")
+    os.write(fd, BEAT.pack(time.monotonic()))
     threading.Thread(target=_beat, args=(fd, interval_s), name="beat", daemon=True).start()
 
 
@@ -125,7 +128,7 @@ def _beat(fd: int, interval_s: float) -> None:
         while True:
             time.sleep(interval_s)
             with contextlib.suppress(BlockingIOError):  # it has not looked for hours
-                os.write(fd, b".")
+                os.write(fd, BEAT.pack(time.monotonic()))
 
 
 def _watch(parent: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from digen import __version__
 from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import Payload, Ready, WorkerSpec
-from digen.workers.child import STACKS
+from digen.workers.child import BEAT, STACKS
 from digen.workers.handle import TargetHandle, task_of, to_the_end
 from digen.workers.payload import Lease, Segment
 from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
@@ -46,8 +46,7 @@ _STACK_LINES = 80
 _EOF_GRACE_S = 1.0
 """How long a worker that has closed its socket may go on before it is killed."""
 _BEAT_S = 0.25
-"""Longest time between two beats of a worker, and between two looks at them: a sleeping thread and a timer cost
-nothing next to that."""
+"""Longest time between two beats of a worker."""
 _BEATS = 8
 """Beats in the time that a worker may be silent, at least."""
 _STACKS_S = 0.5
@@ -314,12 +313,12 @@ class _Call:
 
 
 class _Pulse:
-    """The pipe on which a process beats, and how long it has been silent.
+    """The pipe on which a process beats: it writes the time there, again and again, and nobody is woken by that.
 
-    Beats are not waited for but counted at each look, so that they wake nobody; a pipe that is full loses some, which
-    does no harm. The time between two looks counts for no more than two intervals: if it was longer, this process was
-    stopped, busy or asleep, perhaps the whole machine was, and what came meanwhile has to be looked at first. A
-    process that has not beaten yet is being started, for which there is another limit.
+    The pipe is looked at when the last beat that was seen is as old as one may be, which takes one look in the time
+    that a process may be silent. A silence is believed when a second look, an interval later, finds it too. If a look
+    comes late, this process was stopped, busy or asleep, perhaps the whole machine was: then all the time is given
+    anew. A process that has not beaten yet is being started, for which there is another limit.
 
     Args:
         timeout_s: longest silence. ``None``: there are no beats and nothing to look at.
@@ -328,35 +327,50 @@ class _Pulse:
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self.interval_s = 0.0 if timeout_s is None else min(_BEAT_S, timeout_s / _BEATS)
-        """Between two beats, and between two looks."""
+        """Between two beats."""
         self.silence_s = 0.0
-        """Since the last beat, as far as it was looked for."""
+        """Time since the last beat at the last look."""
         self.theirs: tuple[int, ...] = ()
         """The process's end, to be passed on."""
         self._ours = -1
         self._has_beaten = False
-        self._looked = 0.0
+        self._beaten = 0.0
+        self._due = float("inf")
+        self._suspected = False
         if timeout_s is not None:
             self._ours, theirs = os.pipe()
+            self.theirs = (theirs,)
             os.set_blocking(self._ours, False)
             os.set_blocking(theirs, False)  # a beat that finds no room is lost, and nobody waits
-            self.theirs = (theirs,)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """For the process: where to beat, and how often."""
         return (*map(str, self.theirs), str(self.interval_s)) if self.theirs else ()
 
-    def look(self, now: float) -> bool:
-        """Whether the process is hung, at a time of the loop."""
-        since, self._looked = now - self._looked, now
-        try:
-            beaten = bool(os.read(self._ours, _PIPE_BYTES))
-        except BlockingIOError:
-            beaten = False
-        self._has_beaten |= beaten
-        self.silence_s = 0.0 if beaten or not self._has_beaten else self.silence_s + min(since, 2 * self.interval_s)
-        return self.timeout_s is not None and self.silence_s >= self.timeout_s
+    def look(self, now: float) -> float | None:
+        """Seconds until the next look, at a time of the loop; ``None``: the process is hung."""
+        if self.timeout_s is None:
+            return float("inf")
+        beats = b""
+        with contextlib.suppress(BlockingIOError):
+            beats = os.read(self._ours, _PIPE_BYTES)
+        if len(beats) >= BEAT.size:
+            self._has_beaten = True
+            self._beaten = min(now, *BEAT.unpack(beats[-BEAT.size :]))
+        if not self._has_beaten or now - self._due > self.timeout_s / _BEATS:
+            self._beaten = now
+        self.silence_s = now - self._beaten
+        left = self.timeout_s - self.silence_s
+        if left <= 0:
+            if self._suspected:
+                return None
+            left = self.interval_s
+            self._suspected = True
+        else:
+            self._suspected = False
+        self._due = now + left
+        return left
 
     def close_theirs(self) -> None:
         """The process has its end."""
@@ -408,7 +422,7 @@ class _Child:
         self._watch_process()
         self._look: asyncio.TimerHandle | None = None
         if pulse.timeout_s is not None:
-            self._look = self._loop.call_later(pulse.interval_s, self._on_look)
+            self._on_look()
 
     @property
     def ended(self) -> bool:
@@ -529,8 +543,9 @@ class _Child:
 
     def _on_look(self) -> None:
         """Has it beaten? A process that is hung is to say where, is not listened to any more, and is killed."""
-        if not self._pulse.look(self._loop.time()):
-            self._look = self._loop.call_later(self._pulse.interval_s, self._on_look)
+        next_s = self._pulse.look(self._loop.time())
+        if next_s is not None:
+            self._look = self._loop.call_later(next_s, self._on_look)
             return
         self.keep_log = True
         self._stop(partial(_hung, self._name, self._pulse.silence_s, self.log_path))

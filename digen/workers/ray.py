@@ -423,7 +423,6 @@ class _Actor:
         self._node: Node | None = None
         self._handle: Any = None
         self._gone: asyncio.Future[None] = self._loop.create_future()
-        self._unreachable = False
         self._looking: asyncio.Task[None] | None = None
         self._end: Callable[[str], WorkerError] | None = None
         """Once no call can be answered any more: the error for a task."""
@@ -489,15 +488,17 @@ class _Actor:
             await asyncio.wait({self._gone}, timeout=grace_s)
         with contextlib.suppress(Exception):  # whatever it is, the actor cannot be reached
             await in_thread(partial(_kill, self._handle), _ASK_S)
-        await asyncio.wait({self._gone}, timeout=0 if self._unreachable else _GONE_S)
+        await asyncio.wait({self._looking or self._gone}, timeout=_GONE_S)
 
     def _watch(self) -> None:
         # Pending for as long as the actor lives: its end is told to whoever waits for a result, and to nobody else.
         when_done(self._handle.watch.options(concurrency_group="watch").remote(), self._loop, self._on_end)
 
     def _on_answer(self, request_id: int, call: _Call, answer: Any) -> None:
-        self._calls.pop(request_id, None)
         beside, call.beside, failure = call.beside, None, answer.exception()
+        if failure is not None and self._is_out_of_reach(failure):
+            return  # answered with the others, once it is known whether the node is lost
+        self._calls.pop(request_id, None)
         if self._end is not None:
             return
         if failure is not None:
@@ -549,22 +550,28 @@ class _Actor:
         self._settle(call, None, error)
 
     def _on_end(self, watch: Any) -> None:
-        """The actor has ended, or cannot be reached; without a failure it was told to go, and is about to."""
+        """The actor has ended, unless it only is about to: then it was told to go, and there is no failure."""
         failure = watch.exception()
-        if failure is None:
+        if failure is None or self._is_out_of_reach(failure):
             return
         self._die(failure)
-        if isinstance(failure, imported("ray.exceptions").ActorUnavailableError):
-            # Ray will take half a minute to find out what became of the node, and whoever reads payloads there waits.
-            self._unreachable = True
-            self._looking = asyncio.ensure_future(self._look_for_the_node())
-        elif not self._gone.done():
+        if not self._gone.done():
             self._gone.set_result(None)
 
-    async def _look_for_the_node(self) -> None:
+    def _is_out_of_reach(self, failure: BaseException) -> bool:
+        """Whether that is all that Ray knows: it may take it half a minute to find out what became of a node."""
+        if not isinstance(failure, imported("ray.exceptions").ActorUnavailableError):
+            return False
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self._look_for_the_node(failure))
+        return True
+
+    async def _look_for_the_node(self, failure: BaseException) -> None:
+        # Meanwhile whoever is to read a payload on that node would wait, so its loss must be known before the death.
         self._watch()
         if self._node is not None and not await in_thread(partial(node_answers, self._node.id), _ASK_S):
             self.codec.lost = _NODE_LOST
+        self._die(failure)
 
     def _die(self, failure: BaseException) -> None:
         cause = _cause(failure)

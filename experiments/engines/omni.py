@@ -179,17 +179,9 @@ async def main() -> None:
 async def whole_run(settings: RunConfig) -> None:
     """Trainer, scorer and scheduler as ever; only the generator is another one."""
     report = await digen.arun(settings, progress=False)
-    wanted = ("staleness", "tasks", "weight sync")
-    lines = report.summary().splitlines()
-    print(
-        "  "
-        + "; ".join(
-            [
-                lines[0],
-                *(" ".join(line.split()) for line in lines if line.split()[:1] and line.lstrip().startswith(wanted)),
-            ]
-        )
-    )
+    lines = [" ".join(line.split()) for line in report.summary().splitlines()]
+    kept = [line for line in lines if line.startswith(("staleness", "tasks", "weight sync"))]
+    print(f"  {'; '.join([lines[0], *kept])}")
 
 
 def build_model(family: str, folder: Path) -> None:

@@ -53,8 +53,8 @@ def workers_of(pid: int) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline", "status"])
-        if (words := process.info["cmdline"] or [])[-1:] == [str(pid)]
-        and "digen.workers.child" in words
+        if "digen.workers.child" in (words := process.info["cmdline"] or [])
+        and words[words.index("digen.workers.child") + 2] == str(pid)
         and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
