@@ -43,10 +43,10 @@ class WeightSync:
         """A worker has loaded ``publication``.
 
         Raises:
-            ProtocolError: what it reports to hold is not what was published.
+            ProtocolError: what it reports to hold is not what was published; the load has failed, as by
+                :meth:`load_failed`.
         """
-        self._readers[publication.version] -= 1
-        self._free()
+        self.load_failed(publication)
         wanted = (publication.version, publication.checksum, publication.num_tensors)
         got = (report.version, report.checksum, report.num_tensors)
         if got != wanted:
@@ -54,6 +54,11 @@ class WeightSync:
                 f"after loading version {wanted[0]} (checksum {wanted[1]:x}, {wanted[2]} tensors) the worker holds "
                 f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights"
             )
+
+    def load_failed(self, publication: Publication) -> None:
+        """A worker reads ``publication`` no more, whatever it holds now."""
+        self._readers[publication.version] -= 1
+        self._free()
 
     def _free(self) -> None:
         for version in [version for version in self._superseded if not self._readers[version]]:
