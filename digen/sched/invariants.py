@@ -105,7 +105,7 @@ class InvariantChecker:
                 self._retried(event)
             case Quarantined():
                 self._require((event.step, event.index) not in self._quarantined, "quarantined twice")
-                self._quarantined.add((event.step, event.index))
+                self._quarantined[event.step, event.index] = self._mb_version[event.step, event.index]
                 self._stage[event.step, event.index] = "scored"
             case RolledBack():
                 self._rolled_back(event)
@@ -141,7 +141,7 @@ class InvariantChecker:
         self._absent: dict[str, str] = {}
         self._updated: set[tuple[int, int]] = set()
         self._attempts: dict[tuple[str, int, int], int] = {}
-        self._quarantined: set[tuple[int, int]] = set()
+        self._quarantined: dict[tuple[int, int], int] = {}
         self._void: set[int] = set()
         self._require(0 <= event.start_step <= event.num_steps, "start_step is outside the plan")
 
@@ -248,6 +248,7 @@ class InvariantChecker:
         self._require(event.task not in self._void, "a task from before the run went back counts")
         self._require(event.version == started.version and event.kind == started.kind, "ends as another task")
         key = (event.step, event.index)
+        self._attempts.pop((event.kind.replace("assist", "generate"), *key), None)
         match event.kind:
             case "generate" | "assist":
                 self._require(self._versions[event.worker] == event.version, "the worker's version changed meanwhile")
@@ -337,13 +338,9 @@ class InvariantChecker:
 
     def _retried(self, event: TaskRetried) -> None:
         key = (event.step, event.index)
-        if event.kind != "evaluate":
-            attempt = (event.kind.replace("assist", "generate"), *key)
-            self._require(event.attempt >= 2, "a first attempt is no repetition")
-            self._require(
-                event.kind == "update" or event.attempt == self._attempts.get(attempt, 1) + 1, "skips an attempt"
-            )
-            self._attempts[attempt] = event.attempt
+        attempt = (event.kind.replace("assist", "generate"), *key)
+        self._require(event.attempt == self._attempts.get(attempt, 1) + 1, "skips an attempt")
+        self._attempts[attempt] = event.attempt
         if event.kind == "score":
             self._stage[key] = "generated"
             self._num_unscored += 1
@@ -362,10 +359,12 @@ class InvariantChecker:
                 running is not None and running.task in self._void and running.kind == "load"
             ):
                 self._versions[worker] = NO_VERSION
-        for ledger in (self._stage, self._mb_version, self._stale, self._num_settled, self._attempts):
+        for ledger in (self._stage, self._stale, self._num_settled):
             ledger.clear()
         self._updated.clear()
-        self._quarantined.clear()
+        for key, version in self._quarantined.items():
+            if key[0] >= event.version:
+                self._stage[key], self._mb_version[key] = "scored", version
         self._published = {version for version in self._published if version <= event.version}
         self._num_unscored = self._next_index = 0
         self.steps_committed = [step for step in self.steps_committed if step < event.version]

@@ -382,6 +382,7 @@ class Scheduler:
             self._meter.finished(task, now)
             self._idle(task)
             if error is None:
+                self._recovery.finished(task)
                 self._emit(
                     TaskFinished(
                         now,

@@ -31,8 +31,6 @@ _METRICS: dict[Loss, str] = {
     "protocol": "worker/deaths",
     "raised": "worker/deaths",
 }
-_COUNTED_AS: dict[TaskKind, TaskKind] = {"assist": "generate"}
-"""An assist that fails is a failed generation."""
 
 
 class Lost(Struct, frozen=True):
@@ -53,21 +51,32 @@ class Budget:
     def __init__(self, rules: RestartsSection) -> None:
         self._rules = rules
         self._restarts: dict[str, deque[float]] = {}
+        self._barren: dict[str, int] = {}
 
     def wait_s(self, worker: str, now: float) -> float | None:
-        """Back-off before ``worker`` is started again, which is counted; ``None`` if it may not be."""
+        """Back-off before ``worker`` is started again, which is counted; ``None`` if it may not be.
+
+        A worker that has been lost ``max_attempts`` times in a row without finishing one task would go on so for ever.
+        """
         rules, recent = self._rules, self._restarts.setdefault(worker, deque())
         while recent and recent[0] <= now - rules.window_s:
             recent.popleft()
-        if len(recent) >= rules.budget:
+        barren = self._barren[worker] = self._barren.get(worker, 0) + 1
+        if len(recent) >= rules.budget or barren > rules.max_attempts:
             return None
         recent.append(now)
         return min(rules.max_backoff_s, rules.backoff_s * 2 ** (len(recent) - 2)) if len(recent) > 1 else 0.0
+
+    def useful(self, worker: str) -> None:
+        """``worker`` has finished a task."""
+        if self._barren:
+            self._barren.pop(worker, None)
 
     def forgive(self, worker: str) -> None:
         """The last restart of ``worker`` was not its own fault."""
         if self._restarts.get(worker):
             self._restarts[worker].pop()
+            self.useful(worker)
 
     def deadline_s(self, profile: Profile, task: Task) -> float:
         """Longest time that a task may take."""
@@ -112,6 +121,16 @@ class Recovery:
         self._emit = emit
         self._now = now
         self._story = story
+        self._failures: dict[tuple[TaskKind, int, int], list[str]] = {}
+        """The workers that failed in a row, by kind of task, step and micro-batch. A rollback does not undo them."""
+
+        self._quarantined: list[tuple[Task, Exception]] = []
+
+    def finished(self, task: Task) -> None:
+        """A task has ended well."""
+        self._budget.useful(task.worker.name)
+        if self._failures:
+            self._failures.pop(_key(task), None)
 
     def fence(self) -> None:
         """An answer came that nobody waits for: a second one, or one of an earlier life of the worker."""
@@ -157,40 +176,35 @@ class Recovery:
         """
         self._meter.lost(task, self._now())
         self._results.abandon(task)
-        if not task.void:
-            kind = _COUNTED_AS.get(task.kind, task.kind)
-            if kind in {"generate", "score", "encode", "update"}:
-                self._retry(task, kind, error)
-            elif kind == "evaluate":
-                self._evaluate_again(task, error)
-
-    def _retry(self, task: Task, kind: TaskKind, error: Exception) -> None:
-        state = self._state
-        step = state.ledger(task.step)
-        failed = step.failures.setdefault((kind, task.index), [])
+        if task.void or task.kind == "load":  # whoever comes back loads what is current then
+            return
+        failed = self._failures.setdefault(_key(task), [])
         failed.append(task.worker.name)
         if len(failed) >= self._rules.max_attempts:
-            self._quarantine(task, failed, error)
-            return
-        if kind == "generate":
-            state.undispatch(step, task)
-        elif kind == "score":
-            state.unpop_unscored(step, task.index)
-        elif kind == "encode":
-            step.encoder = None
-        self._retried(task, len(failed) + 1, error)
+            self._give_up(task, failed, error)
+        elif self._requeue(task):
+            self._meter.count("faults/retries")
+            self._emit(TaskRetried(self._now(), task.kind, task.step, task.index, len(failed) + 1, str(error)))
+        else:
+            del self._failures[_key(task)]
 
-    def _evaluate_again(self, task: Task, error: Exception) -> None:
+    def _requeue(self, task: Task) -> bool:
+        """Whether a task is done again; what a trainer did for a whole step is, if it still has to be."""
         state = self._state
-        if state.evaluation_due is None and task.version == state.trainer.version:
-            (state.evaluation_due,) = task.argument
-            self._retried(task, 2, error)
+        match task.kind:
+            case "generate" | "assist":
+                state.undispatch(state.ledger(task.step), task)
+            case "score":
+                state.unpop_unscored(state.ledger(task.step), task.index)
+            case "encode":
+                state.ledger(task.step).encoder = None
+            case "evaluate":
+                if state.evaluation_due is not None or task.version != state.trainer.version:
+                    return False  # its weights are gone
+                (state.evaluation_due,) = task.argument
+        return True
 
-    def _retried(self, task: Task, attempt: int, error: Exception) -> None:
-        self._meter.count("faults/retries")
-        self._emit(TaskRetried(self._now(), task.kind, task.step, task.index, attempt, str(error)))
-
-    def _quarantine(self, task: Task, failed: list[str], error: Exception) -> None:
+    def _give_up(self, task: Task, failed: list[str], error: Exception) -> None:
         if task.index < 0:
             raise error
         self._meter.count("faults/quarantined")
@@ -205,6 +219,7 @@ class Recovery:
         for worker in failed:
             self._budget.forgive(worker)
         self._results.follow_drop(task, error)
+        self._quarantined.append((task, error))
 
     def trainer_lost(self) -> None:
         """What the trainer was going to do it will not: an assist that was reserved goes back."""
@@ -238,7 +253,14 @@ class Recovery:
             state.holding = state.rules.hold and state.num_outdated > 0
             self._meter.count("faults/rollbacks")
             self._emit(RolledBack(self._now(), version, before, num_discarded))
+            for task, error in self._quarantined:
+                if task.step >= version:
+                    self._results.withhold(task, error)
         self._results.save_if_due(last=state.step >= state.last_step)
+
+
+def _key(task: Task) -> tuple[TaskKind, int, int]:
+    return "generate" if task.kind == "assist" else task.kind, task.step, task.index
 
 
 def _reason(task: Task, error: Exception) -> Loss | None:

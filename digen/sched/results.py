@@ -171,17 +171,24 @@ class Results:
             RewardError: too many of the step's groups are lost by now.
         """
         step = self.state.ledger(task.step)
-        give_up = self.state.dropped if task.kind == "score" else self.state.never_generated
-        self._arrival = give_up(step, task)
+        self._arrival = (self.state.dropped if task.kind == "score" else self.state.never_generated)(step, task)
+        self._check_dropped(step, error)
+        return {}
+
+    def withhold(self, task: Task, error: Exception) -> None:
+        """What ``task`` gave up before the run went back stays given up."""
+        self._arrival = self.state.withhold(self.state.ledger(task.step), task)
+        self.follow_drop(task, error)
+
+    def _check_dropped(self, step: Step, error: Exception) -> None:
         lost, total = step.assembler.num_dropped, step.assembler.num_groups
         if lost == total:
-            raise RewardError(f"no group of step {task.step} has a reward, so nothing is left to train on: {error}")
+            raise RewardError(f"no group of step {step.number} has a reward, so nothing is left to train on: {error}")
         if lost > self.state.rules.max_dropped * total:
             raise RewardError(
-                f"{lost} of the {total} groups of step {task.step} have no reward, more than "
+                f"{lost} of the {total} groups of step {step.number} have no reward, more than "
                 f"schedule.max_dropped_groups={self.state.rules.max_dropped} allows; the last: {error}"
             )
-        return {}
 
     def follow_drop(self, task: Task, error: Exception) -> None:
         """Say which groups are lost, and what that completes."""
@@ -257,7 +264,6 @@ class Results:
     def _after_update(self, task: Task, _: UpdateReport) -> None:
         step = self.state.current
         step.num_updated += 1
-        step.failures.pop(("update", task.index), None)
         step.settle(task.index, "updated")
         self._settled(step, task.index, "updated")
 

@@ -77,12 +77,12 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     if state.trainer_program:
         kind, argument = state.trainer_program.popleft()
         return _program_task(state, kind, argument)
-    if state.holding or state.step >= state.last_step:
-        return None
-    step = state.current
     alone = state.alone
     if alone and state.evaluation_due is not None:
         return _evaluate_task(state, trainer)
+    if state.holding or state.step >= state.last_step:
+        return None
+    step = state.current
     eager = _eager(policy, step)
     may_ask = bool(state.generators) and not state.bubble_asked
     if eager and may_ask and _can_assist(state, step) and _decide(state, step, ask):

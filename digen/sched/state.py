@@ -131,8 +131,6 @@ class Step:
         """UQ of this step: advantages by micro-batch, in order of arrival; :attr:`next_index` keeps index order."""
         self.taken: dict[int, tuple[float | None, ...]] = {}
         """What was taken out of UQ, kept until the commit: a trainer that dies needs it again."""
-        self.failures: dict[tuple[TaskKind, int], list[str]] = {}
-        """The workers that failed in a row, by kind of task and micro-batch."""
         self.lost_versions: dict[int, int] = {}
         """The version of a generation that was lost, until it is repeated."""
         self.settled: dict[int, str] = {}
@@ -379,6 +377,13 @@ class State:
         """A generation is given up: its groups are lost."""
         self._not_generated(step, task)
         step.num_generated += 1
+        return self.dropped(step, task)
+
+    def withhold(self, step: Step, task: Task) -> Arrival:
+        """A micro-batch that was given up before the run went back, by ``task``, is not generated again."""
+        step.pending.remove(task.index)
+        step.num_generated += 1
+        step.lost_versions[task.index] = task.version
         return self.dropped(step, task)
 
     def roll_back(self, version: int) -> list[tuple[Worker, Any]]:
