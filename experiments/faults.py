@@ -120,6 +120,8 @@ class Ending:
     weights: Weights = field(default_factory=Weights)
     events: list[AnyEvent] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    num_lent: int = 0
+    """Publications that the trainer did not get back."""
     seconds: float = 0.0
     """Virtual."""
 
@@ -268,7 +270,7 @@ def run_case(
 
     with capture_logs():
         run_virtual(main())
-    ending.weights = trainer.weights
+    ending.weights, ending.num_lent = trainer.weights, trainer.num_lent
     check(ending.events)
     return ending
 
@@ -324,6 +326,8 @@ def _trained_once(case: Case, ending: Ending) -> None:
             settled[event.step, event.index] = event.outcome
     if ending.outcome == "completed":
         assert weights.version == case.plan.num_steps, f"ends with version {weights.version}"
+        garbage = any(fault.kind == "garbage" and fault.method == "publish" for fault in ending.faults)
+        assert garbage or ending.num_lent <= 1, f"{ending.num_lent} publications were not given back"
     size = case.plan.num_micro_batches
     wanted = {
         (step, index): 1

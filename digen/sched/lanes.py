@@ -24,7 +24,11 @@ _STANDSTILL_S = 1.0
 
 
 class Checkpointer(Protocol):
-    """Decides when to save and saves. Runs on the trainer's lane, between its tasks."""
+    """Decides when to save and saves. Runs on the trainer's lane, between its tasks.
+
+    A method ``async newest() -> tuple[int, str] | None``, where it has one, gives version and path of the newest intact
+    checkpoint, from which a trainer that was lost is restored.
+    """
 
     def due(self, version: int, *, last: bool) -> bool:
         """Whether the weights of ``version`` shall be saved; ``last`` when the run ends with them."""

@@ -315,7 +315,7 @@ class Results:
     def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
         self._expect(task, report, LoadReport)
         (publication,) = task.argument
-        self._sync.load_ended(publication, report)
+        self._sync.load_ended(publication, report, task.worker.name)
         self.state.loaded(task.worker, report.version)
         return {"bytes": float(publication.nbytes)}
 

@@ -39,21 +39,22 @@ class WeightSync:
         """A worker reads ``publication`` from now on."""
         self._readers[publication.version] += 1
 
-    def load_ended(self, publication: Publication, report: LoadReport) -> None:
-        """A worker has loaded ``publication``.
+    def load_ended(self, publication: Publication, report: LoadReport, worker: str = "") -> None:
+        """``worker`` has loaded ``publication``.
 
         Raises:
-            ProtocolError: what it reports to hold is not what was published; the load has failed, as by
-                :meth:`load_failed`.
+            ProtocolError: what it reports to hold is not what was published; :meth:`load_failed` is still due.
         """
-        self.load_failed(publication)
         wanted = (publication.version, publication.checksum, publication.num_tensors)
         got = (report.version, report.checksum, report.num_tensors)
         if got != wanted:
             raise ProtocolError(
                 f"after loading version {wanted[0]} (checksum {wanted[1]:x}, {wanted[2]} tensors) the worker holds "
-                f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights"
+                f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights",
+                worker=worker,
+                task="load",
             )
+        self.load_failed(publication)
 
     def load_failed(self, publication: Publication) -> None:
         """A worker reads ``publication`` no more, whatever it holds now."""

@@ -146,6 +146,7 @@ class _Life:
         self.gradient: dict[tuple[int, int], int] = {}
         self.calls = 0
         self.dead = False
+        self.lent: list[Payload] = []
         self.waiting: list[asyncio.Future[None]] = []
 
 
@@ -185,6 +186,15 @@ class FaultyWorker:
     def version(self) -> int:
         """Optimizer steps in the weights it holds now."""
         return self._life.weights.version
+
+    @property
+    def num_lent(self) -> int:
+        """Publications of this life that were not given back."""
+        return len(self._life.lent)
+
+    def release(self, payload: Payload) -> None:
+        """A payload is read no more. What belongs to an earlier life is gone anyway."""
+        self._life.lent = [lent for lent in self._life.lent if lent is not payload]
 
     @property
     def weights(self) -> Weights:
@@ -370,7 +380,8 @@ class FaultyWorker:
             if life.weights.version != version:
                 raise DigenError(f"version {version} shall be published, but version {life.weights.version} is held")
             value = life.weights.hash
-            return Publication(version, Payload({"hash": value}), checksum=derive_seed(value), num_tensors=1, nbytes=8)
+            life.lent.append(Payload({"hash": value}))
+            return Publication(version, life.lent[-1], checksum=derive_seed(value), num_tensors=1, nbytes=8)
 
         publication: Publication = await self._do("publish", work, version)
         return publication

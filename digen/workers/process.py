@@ -158,6 +158,11 @@ class ProcessWorker(TargetHandle):
         if isinstance(payload, Lease) and self._child is not None and payload.owner is self._child.codec:
             payload.release()
 
+    def kill(self) -> None:
+        """End the process at once: calls that wait for an answer fail."""
+        if self._child is not None:
+            self._child.kill()
+
     async def aclose(self) -> None:
         """End the process and everything that it started. Not cut short by cancellation; harmless when repeated.
 
@@ -293,6 +298,10 @@ class _Child:
             await asyncio.wait({self._exited}, timeout=grace_s / 2)
             self._signal(signal.SIGKILL)
             await self._exited
+
+    def kill(self) -> None:
+        """End the process and what it started, without a word."""
+        self._signal(signal.SIGKILL)
 
     def _on_writable(self) -> None:
         """Send what waits; ask to be called again if the socket takes no more."""
