@@ -83,6 +83,8 @@ class Checkpoints:
         self._plan_digest = plan_digest
         self._family = family
         self._settings = dict(settings or {})
+        self._line: list[Path] = []
+        """What was resumed from and what was saved since, oldest first. The folder may hold other checkpoints too."""
 
     def due(self, version: int, *, last: bool) -> bool:
         """Every ``every`` steps, and whenever the run ends with these weights."""
@@ -107,7 +109,20 @@ class Checkpoints:
         state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings)
         await asyncio.to_thread(_complete, temporary, final, files, state)
         await asyncio.to_thread(self._prune, version)
+        self._line = [path for path in self._line if path != final and path.exists()] + [final]
         return str(final)
+
+    async def newest(self) -> tuple[int, str] | None:
+        """Version and path of the newest intact checkpoint that led to the present weights, if there is one."""
+        return await asyncio.to_thread(self._newest)
+
+    def _newest(self) -> tuple[int, str] | None:
+        for path in reversed(self._line):
+            try:
+                return verify(path).version, str(path)
+            except CheckpointError as error:
+                log.warning("passing over a broken checkpoint", reason=str(error))
+        return None
 
     def find(self, which: str | Path) -> tuple[Path, RunState]:
         """The checkpoint to resume from: ``"latest"`` or a path.
@@ -123,6 +138,7 @@ class Checkpoints:
                 f"delete {self._folder.parent} and start again without --resume"
             )
         path, state = find(self._folder, which)
+        self._line = [path]
         return path, self._fitting(path, state)
 
     def _fitting(self, path: Path, state: RunState) -> RunState:

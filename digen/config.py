@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from digen.errors import ConfigError
 from digen.resources import WorkersSection
+from digen.restarts import RestartsSection
 from digen.schema import Section
 
 Mode = Literal["colocated", "naive", "microbatch", "gap", "tag", "tcss"]
@@ -555,6 +556,7 @@ class RunConfig(Section):
     reward: RewardSection = RewardSection()
     schedule: ScheduleConfig = ScheduleConfig()
     workers: WorkersSection = WorkersSection()
+    restarts: RestartsSection = RestartsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     observe: ObserveSection = ObserveSection()

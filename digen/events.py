@@ -17,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from digen.types import MicroBatch
+
 TaskKind = Literal[
     "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint", "evaluate"
 ]
@@ -24,6 +26,10 @@ TaskKind = Literal[
 ``switch`` its load and offload, ``evaluate`` held-out samples of the version that the worker holds."""
 
 Role = Literal["generator", "scorer", "trainer"]
+
+Loss = Literal["died", "hung", "protocol", "raised"]
+"""How a worker was lost: its process ended, it did not answer in time, what it answered is no answer, or its code
+raised while it loaded weights, so that nobody knows what it holds."""
 
 Cause = Literal[
     "wait_weights",
@@ -93,6 +99,64 @@ class WorkerLeft(Event, frozen=True, tag="worker_left"):
 
     worker: str
     reason: str
+
+
+class WorkerLost(Event, frozen=True, tag="worker_lost"):
+    """A worker died, hung, or answered what is no answer. It takes part no more until it is started again."""
+
+    worker: str
+    role: Role
+    reason: Loss
+    error: str
+    restart_in_s: float | None
+    """When another one is started in its place; ``None``: its restart budget is spent, it does not come back."""
+
+
+class WorkerRestarted(Event, frozen=True, tag="worker_restarted"):
+    """A worker that was lost takes part again.
+
+    A trainer's gradient went with it: the current step's updates are applied again.
+    """
+
+    worker: str
+    role: Role
+    version: int
+    down_s: float
+    """Since it was lost."""
+
+
+class TaskRetried(Event, frozen=True, tag="task_retried"):
+    """A task that failed with its worker went back to the front of its queue."""
+
+    kind: TaskKind
+    step: int
+    index: int
+    attempt: int
+    """Number of the attempt that is to come; 2 after the first loss."""
+    error: str
+
+
+class Quarantined(Event, frozen=True, tag="quarantined"):
+    """A micro-batch failed so often in a row that it is not tried again; its groups are dropped, or the run ends."""
+
+    kind: TaskKind
+    step: int
+    index: int
+    attempts: int
+    error: str
+    micro_batch: MicroBatch
+    """Its prompts and what its seeds derive from: all that it takes to repeat it."""
+    story: tuple[str, ...]
+    """What happened to it, a line an event."""
+
+
+class RolledBack(Event, frozen=True, tag="rolled_back"):
+    """The trainer could only be restored at an earlier version: the steps from there on are trained again."""
+
+    version: int
+    from_version: int
+    num_discarded: int
+    """Rollouts that were thrown away with the steps."""
 
 
 class TaskStarted(Event, frozen=True, tag="task_started"):
@@ -229,6 +293,8 @@ AnyEvent = (
     RunStarted
     | WorkerJoined
     | WorkerLeft
+    | WorkerLost
+    | WorkerRestarted
     | TaskStarted
     | TaskFinished
     | TaskFailed
@@ -237,6 +303,9 @@ AnyEvent = (
     | Rewarded
     | GroupCompleted
     | GroupDropped
+    | TaskRetried
+    | Quarantined
+    | RolledBack
     | MicroBatchSettled
     | StepCommitted
     | CheckpointSaved

@@ -13,6 +13,9 @@ Optional methods are looked up by name and used when they exist:
 ``evaluate(request)`` on all generators  held-out samples of the weights held now, for a scheduler with ``evaluate``
 ``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
 ``release(payload)``       the scheduler will not read this payload again; not a coroutine
+``restart()``              end what is left of a worker and start another in its place: a lost worker comes back
+``kill(reason)``           end a worker that hangs, at once; with ``restart`` its tasks get deadlines
+``restore(path)`` on a trainer  hold the weights of a checkpoint that ``Checkpointer.newest`` names, after a restart
 ``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began
 ``version``                attribute: optimizer steps in the weights it holds now (default 0)
 ========================  ==========================================================================

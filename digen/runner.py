@@ -268,6 +268,7 @@ async def _train(
             scorers=[pool[name] for name in _names("scorer", config.workers.scorers)],
             trainer=trainer,
             config=config.schedule,
+            restarts=config.restarts,
             advantage=config.algorithm.advantage,
             weights=config.reward.weights,
             defer_divisor=prepared.defer_divisor,

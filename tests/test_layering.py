@@ -32,6 +32,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "handles",
                 "config",
                 "resources",
+                "restarts",
                 "schema",
                 "events",
                 "extras",

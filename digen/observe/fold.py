@@ -4,7 +4,7 @@
 of the run; whoever wants each task and bubble asks for them by ``on_span``.
 
 A resumed run appends to the same stream, and its clock starts again: each ``RunStarted`` begins a *segment*, and
-segments are laid end to end. Steps that a resume repeats replace the ones that were lost.
+segments are laid end to end. Steps that a resume or a rollback repeats replace the ones that were lost.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from digen.events import (
     Evaluated,
     GroupCompleted,
     MicroBatchSettled,
+    Quarantined,
     Rewarded,
+    RolledBack,
     RunFinished,
     RunStarted,
     StepCommitted,
     TagDecided,
     TaskFailed,
     TaskFinished,
+    TaskRetried,
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
+    WorkerRestarted,
 )
 from digen.observe.ledger import Outcome, Span, WorkerLedger
 from digen.observe.steps import StepSummary, StepTally
@@ -139,8 +144,21 @@ class Fold:
                 ledger = self.workers.setdefault(event.worker, WorkerLedger(event.worker, event.role, self._on_span))
                 self._leave(ledger, "failed")
                 ledger.join(event.version, self.now)
-            case WorkerLeft():
+            case WorkerLeft() | WorkerLost():
+                self.counts["num_workers_lost"] += isinstance(event, WorkerLost)
                 self._leave(self._ledger(event.worker), "failed")
+            case WorkerRestarted():
+                self.counts["num_restarts"] += 1
+                self._ledger(event.worker).join(event.version, self.now)
+                if event.role == "trainer":
+                    self._lose_gradient()
+            case TaskRetried():
+                self.counts["num_retries"] += 1
+            case Quarantined():
+                self.counts["num_quarantined"] += 1
+            case RolledBack():
+                self.counts["num_rollbacks"] += 1
+                self._forget_from(event.version)
             case CheckpointSaved():
                 self.checkpoint = event
             case Evaluated():
@@ -165,10 +183,24 @@ class Fold:
         self._offset = self.now - event.time
         self._step_began = self.now
         self._cold = True
-        self.steps = {step: summary for step, summary in self.steps.items() if step < event.start_step}
+        self._forget_from(event.start_step)
+
+    def _forget_from(self, version: int) -> None:
+        """The run goes on from an earlier version: what came after it comes again."""
+        self.steps = {step: summary for step, summary in self.steps.items() if step < version}
         self._tallies.clear()
         self.score_queue.clear()
         self.update_queue.clear()
+
+    def _lose_gradient(self) -> None:
+        """The trainer was lost: what was updated on waits for its update again."""
+        for step, tally in self._tallies.items():
+            self.counts["num_updated"] -= len(tally.updated)
+            self.staleness.subtract(tally.staleness)
+            self.update_queue |= {(step, index) for index in tally.updated}
+            tally.updated.clear()
+            tally.staleness.clear()
+        self.staleness = +self.staleness  # without zeros
 
     def _advance(self, now: float) -> None:
         if now > self.now:
@@ -227,6 +259,7 @@ class Fold:
         if event.outcome == "updated":
             self.staleness[event.staleness] += 1
             self._tally(event.step).staleness.append(event.staleness)
+            self._tally(event.step).updated.append(event.index)
 
     def _commit(self, event: StepCommitted) -> None:
         duration_s, self._step_began = self.now - self._step_began, self.now

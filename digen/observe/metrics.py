@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from digen.events import AnyEvent, RunStarted, StepCommitted, remove_cut_line
+from digen.events import AnyEvent, RolledBack, RunStarted, StepCommitted, remove_cut_line
 
 
 class MetricsLog:
@@ -25,9 +25,11 @@ class MetricsLog:
         self._encode = msgspec.json.Encoder(order="deterministic").encode
 
     def __call__(self, event: AnyEvent) -> None:
-        """Write a committed step. A run that resumes takes back the steps that it will train again."""
+        """Write a committed step. A run that resumes or rolls back takes back the steps that it will train again."""
         if isinstance(event, RunStarted) and event.start_step < event.num_steps:
             self._keep_before(event.start_step)
+        if isinstance(event, RolledBack):
+            self._keep_before(event.version)
         if isinstance(event, StepCommitted):
             head = {"step": event.step, "version": event.version, "time": event.time}
             self._file.write(self._encode(head | event.values) + b"\n")

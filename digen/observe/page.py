@@ -9,7 +9,7 @@ from typing import Any
 
 from digen.observe import svg
 from digen.observe.ledger import Span
-from digen.observe.report import describe_prediction, describe_schedule, evaluations_shown
+from digen.observe.report import describe_prediction, describe_schedule, evaluations_shown, losses_shown
 from digen.observe.text import (
     escape_html,
     escape_html_lines,
@@ -291,6 +291,8 @@ def _counts(report: dict[str, Any]) -> str:
         ("groups", f"{counts['num_groups']}, {spread}"),
         ("weight sync", f"{synced}, {format_duration(sync['seconds'])} worker time, {format_bytes(sync['bytes'])}"),
     ]
+    if counts["num_workers_lost"]:
+        facts.append(("losses", losses_shown(counts)))
     if report["balanced_generators"]:
         facts.append(("balance", f"{report['balanced_generators']:.1f} such generators keep one such trainer busy"))
     if report["checkpoint"]:

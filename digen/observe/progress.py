@@ -13,7 +13,18 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
-from digen.events import AnyEvent, CheckpointSaved, Evaluated, RunFinished, RunStarted, StepCommitted
+from digen.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Evaluated,
+    Quarantined,
+    RolledBack,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    WorkerLost,
+    WorkerRestarted,
+)
 from digen.observe.fold import ROLES, Fold
 from digen.observe.ledger import WorkerLedger, task_label
 from digen.observe.steps import StepSummary, median_step_s
@@ -97,6 +108,16 @@ class Progress:
                 return f"saved v{event.version}  {escape_text(event.path)}"
             case RunFinished():
                 return _end_line(self._fold, event)
+            case WorkerLost():
+                then = "out for good" if event.restart_in_s is None else "starting another"
+                return f"lost   {escape_text(event.worker)}  {then}: {escape_text(event.error)}"
+            case WorkerRestarted():
+                return f"back   {escape_text(event.worker)}  v{event.version} after {format_duration(event.down_s)}"
+            case RolledBack():
+                return f"back   to v{event.version} from v{event.from_version}: no later checkpoint of the trainer"
+            case Quarantined():
+                where = f"step {event.step} micro-batch {event.index}"
+                return f"quarantined  {where} after {event.attempts} failures: {escape_text(event.error)}"
         return ""
 
     @property

@@ -135,6 +135,8 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     counts, sync = report["counts"], report["weight_sync"]
     ended_badly = f"{counts['num_tasks_failed']} failed, {counts['num_tasks_lost']} lost"
     yield "tasks", f"{counts['num_assists']} assists, switch {format_duration(counts['switch_s'])}, {ended_badly}"
+    if counts["num_workers_lost"]:
+        yield "losses", losses_shown(counts)
     yield from _tag_rows(report["tag"])
     size = f", {format_bytes(sync['bytes'])}" if sync["bytes"] else ""
     yield "weight sync", f"{sync['num_loads']} loads, {format_duration(sync['seconds'])}{size}"
@@ -233,9 +235,20 @@ def _worker(ledger: WorkerLedger, now: float) -> dict[str, Any]:
 def _counts(fold: Fold) -> dict[str, Any]:
     counts = {f"num_{name}": fold.counts[f"num_{name}"] for name in (
         "tasks_started", "tasks_done", "tasks_failed", "tasks_lost", "stale_starts", "groups", "groups_spanning",
-        "groups_mixed", "tag_inserted", "tag_skipped", "commits",
+        "groups_mixed", "tag_inserted", "tag_skipped", "commits", "workers_lost", "restarts", "retries", "quarantined",
+        "rollbacks",
     )}  # fmt: skip
     return counts | {"num_assists": fold.tasks("assist"), "switch_s": fold.seconds("switch")}
+
+
+def losses_shown(counts: dict[str, Any]) -> str:
+    """What was lost and what became of it, in words."""
+    parts = [f"{counts['num_workers_lost']} workers lost", f"{counts['num_restarts']} restarted"]
+    parts += [f"{counts['num_retries']} tasks repeated"]
+    for name in ("quarantined", "rollbacks"):
+        if counts[f"num_{name}"]:
+            parts.append(f"{counts[f'num_{name}']} {name}")
+    return ", ".join(parts)
 
 
 def _conservation(fold: Fold) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class StepTally:
     rewards: list[float] = field(default_factory=list)
     group_stds: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
+    updated: list[int] = field(default_factory=list)
+    """Micro-batches in the gradient."""
 
     def values(self) -> dict[str, float]:
         """The derived metrics for which there is data."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from digen.events import AnyEvent, RunStarted, TagDecided, WorkerJoined, WorkerLeft
+from digen.events import AnyEvent, RunStarted, TagDecided, WorkerJoined, WorkerLeft, WorkerLost
 from digen.observe.fold import ROLES, Fold
 from digen.observe.ledger import Span
 from digen.observe.text import escape_text
@@ -62,7 +62,7 @@ def trace_events(events: Iterable[AnyEvent]) -> Iterator[dict[str, Any]]:
             yield _slice(span, tracks[span.worker])
             yield from flows.follow(span, tracks[span.worker])
         spans.clear()
-        if isinstance(event, TagDecided | WorkerLeft):
+        if isinstance(event, TagDecided | WorkerLeft | WorkerLost):
             yield _instant(event, fold.now, tracks[event.worker])
         for name, queue in (("SQ", fold.score_queue), ("UQ", fold.update_queue)):
             if depths.get(name) != len(queue):
@@ -136,10 +136,13 @@ def _slice(span: Span, tid: int) -> dict[str, Any]:
     return item
 
 
-def _instant(event: TagDecided | WorkerLeft, now: float, tid: int) -> dict[str, Any]:
+def _instant(event: TagDecided | WorkerLeft | WorkerLost, now: float, tid: int) -> dict[str, Any]:
     common = {"ph": "i", "s": "t", "pid": _PID, "tid": tid, "ts": _us(now)}
     if isinstance(event, WorkerLeft):
         return common | {"cat": "worker", "name": "left", "args": {"reason": escape_text(event.reason)}}
+    if isinstance(event, WorkerLost):
+        why = {"reason": event.reason, "error": escape_text(event.error)}
+        return common | {"cat": "worker", "name": "lost", "args": why}
     args = {"step": event.step, "policy": event.policy, "reason": escape_text(event.reason), "saving_s": event.saving_s}
     return common | {"cat": "tag", "name": "assist" if event.assist else "skip", "args": args}
 

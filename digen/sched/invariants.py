@@ -14,16 +14,23 @@ from digen.events import (
     Evaluated,
     GroupCompleted,
     MicroBatchSettled,
+    Quarantined,
+    RolledBack,
     RunFinished,
     RunStarted,
     StepCommitted,
     TaskFailed,
     TaskFinished,
+    TaskRetried,
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
+    WorkerRestarted,
 )
 
+NO_VERSION = -1
+"""What a worker holds whose weights are of no version that counts."""
 _WHOLE_STEP = {"encode", "load", "switch", "commit", "publish", "checkpoint", "evaluate"}
 
 
@@ -49,6 +56,10 @@ class InvariantChecker:
     the current step, in index order if so configured; no commit before all B have settled; a generator never starts
     to generate while scores wait for it; an evaluation is of the version that its worker holds; tasks started =
     finished + failed + running.
+
+    A task whose worker is lost may be repeated, one attempt after the other, until its micro-batch is quarantined; a
+    worker that is lost does nothing until it is back; a trainer that is back has no gradient, so that the step's
+    updates come again; a run that rolls back commits its steps again, and nothing that was under way counts.
     """
 
     def __init__(self) -> None:
@@ -86,6 +97,18 @@ class InvariantChecker:
                 self._require(event.worker not in self._running, "the worker leaves during a task")
                 del self._versions[event.worker]
                 del self._roles[event.worker]
+            case WorkerLost():
+                self._lost(event)
+            case WorkerRestarted():
+                self._restarted(event)
+            case TaskRetried():
+                self._retried(event)
+            case Quarantined():
+                self._require((event.step, event.index) not in self._quarantined, "quarantined twice")
+                self._quarantined[event.step, event.index] = self._mb_version[event.step, event.index]
+                self._stage[event.step, event.index] = "scored"
+            case RolledBack():
+                self._rolled_back(event)
             case GroupCompleted():
                 self._require(all(self._in_window(event.step, v) for v in event.versions), "a version out of bound")
             case MicroBatchSettled():
@@ -115,6 +138,11 @@ class InvariantChecker:
         self._num_unscored = 0
         self._num_lost = self.num_started - self.num_finished - self.num_failed
         self._published: set[int] = set()
+        self._absent: dict[str, str] = {}
+        self._updated: set[tuple[int, int]] = set()
+        self._attempts: dict[tuple[str, int, int], int] = {}
+        self._quarantined: dict[tuple[int, int], int] = {}
+        self._void: set[int] = set()
         self._require(0 <= event.start_step <= event.num_steps, "start_step is outside the plan")
 
     def _finished(self, event: RunFinished) -> None:
@@ -179,7 +207,7 @@ class InvariantChecker:
         if event.kind == "assist":
             self._require(self._roles[event.worker] == "trainer", "an assist away from the trainer")
         elif not run.barrier and self._roles[event.worker] == "generator":
-            scores_here = "scorer" not in self._roles.values()
+            scores_here = "scorer" not in (*self._roles.values(), *self._absent.values())
             self._require(not (scores_here and self._num_unscored), "generates while scores wait")
         self._stage[key] = "generating"
         self._mb_version[key] = event.version
@@ -203,15 +231,24 @@ class InvariantChecker:
     def _ended(self, event: TaskFinished | TaskFailed) -> None:
         started = self._running.pop(event.worker, None)
         self._require(started is not None and started.task == event.task, "ends a task that does not run there")
+        assert started is not None  # noqa: S101 - required above
         if isinstance(event, TaskFailed):
             self.num_failed += 1
-            if event.kind == "score":  # its groups are dropped, or the run ends
+            if event.task in self._void:
+                self._void.discard(event.task)
+            elif event.kind == "score":  # its groups are dropped, it is tried again, or the run ends
                 self._stage[event.step, event.index] = "scored"
+            elif event.kind in {"generate", "assist"}:
+                del self._stage[event.step, event.index]
+                self._stale[event.step] = self._stale.get(event.step, 0) - started.stale
+            elif event.kind == "load":
+                self._versions[event.worker] = NO_VERSION
             return
         self.num_finished += 1
-        assert started is not None  # noqa: S101 - required above
+        self._require(event.task not in self._void, "a task from before the run went back counts")
         self._require(event.version == started.version and event.kind == started.kind, "ends as another task")
         key = (event.step, event.index)
+        self._attempts.pop((event.kind.replace("assist", "generate"), *key), None)
         match event.kind:
             case "generate" | "assist":
                 self._require(self._versions[event.worker] == event.version, "the worker's version changed meanwhile")
@@ -239,10 +276,12 @@ class InvariantChecker:
         self._require(self._stage.get(key) == wanted, f"settles as {event.outcome} while {self._stage.get(key)}")
         self._require(event.version == self._mb_version[key], "settles with another version")
         self._require(event.staleness == event.step - event.version, "settles with another staleness")
+        self._require(event.outcome != "updated" or key not in self._quarantined, "trains what is in quarantine")
         self._stage[key] = "settled"
+        if event.outcome == "updated":
+            self._updated.add(key)
         self._num_settled[event.step] = self._num_settled.get(event.step, 0) + 1
-        while self._stage.get((self._step, self._next_index)) == "settled":
-            self._next_index += 1
+        self._advance()
 
     def _all_settled(self, step: int) -> None:
         run = self._the_run
@@ -259,10 +298,76 @@ class InvariantChecker:
             del self._mb_version[key]
         self._stale.pop(event.step, None)
         self._num_settled.pop(event.step)
+        self._updated.clear()
         self._step += 1
         self._next_index = 0
+        self._advance()
+
+    def _advance(self) -> None:
         while self._stage.get((self._step, self._next_index)) == "settled":
             self._next_index += 1
+
+    # ---- losses ------------------------------------------------------------------------------------------------
+
+    def _lost(self, event: WorkerLost) -> None:
+        worker = event.worker
+        self._require(worker not in self._running, "the worker is lost during a task that did not fail")
+        self._require(worker in self._versions or worker in self._absent, "the worker does not take part")
+        self._versions.pop(worker, None)
+        self._roles.pop(worker, None)
+        self._absent.pop(worker, None)
+        if event.restart_in_s is not None:
+            self._absent[worker] = event.role
+
+    def _restarted(self, event: WorkerRestarted) -> None:
+        self._require(self._absent.pop(event.worker, None) == event.role, "the worker was not lost")
+        self._versions[event.worker] = event.version
+        self._roles[event.worker] = event.role
+        if event.role != "trainer":
+            return
+        self._require(event.version == self._version, f"a trainer comes back that does not hold {self._version}")
+        for key in [
+            key for key, stage in self._stage.items() if key in self._updated or stage in {"updating", "updated"}
+        ]:
+            if self._stage[key] == "settled":
+                self._num_settled[self._step] -= 1
+            self._stage[key] = "scored"
+        self._updated.clear()
+        self._next_index = 0
+        self._advance()
+
+    def _retried(self, event: TaskRetried) -> None:
+        key = (event.step, event.index)
+        attempt = (event.kind.replace("assist", "generate"), *key)
+        self._require(event.attempt == self._attempts.get(attempt, 1) + 1, "skips an attempt")
+        self._attempts[attempt] = event.attempt
+        if event.kind == "score":
+            self._stage[key] = "generated"
+            self._num_unscored += 1
+
+    def _rolled_back(self, event: RolledBack) -> None:
+        run = self._the_run
+        self._require(event.from_version == self._version == self._step, "goes back from another version")
+        self._require(run.start_step <= event.version < event.from_version, "goes back to what is not before")
+        self._step = self._version = event.version
+        for task in self._running.values():
+            if task.kind != "load" or task.version > event.version:
+                self._void.add(task.task)
+        for worker, version in self._versions.items():
+            running = self._running.get(worker)
+            if version > event.version or (
+                running is not None and running.task in self._void and running.kind == "load"
+            ):
+                self._versions[worker] = NO_VERSION
+        for ledger in (self._stage, self._stale, self._num_settled):
+            ledger.clear()
+        self._updated.clear()
+        for key, version in self._quarantined.items():
+            if key[0] >= event.version:
+                self._stage[key], self._mb_version[key] = "scored", version
+        self._published = {version for version in self._published if version <= event.version}
+        self._num_unscored = self._next_index = 0
+        self.steps_committed = [step for step in self.steps_committed if step < event.version]
 
     # ---- helpers -----------------------------------------------------------------------------------------------
 

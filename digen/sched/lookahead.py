@@ -98,7 +98,7 @@ def measured(state: State, profile: Profile) -> Instance | None:
     """The durations measured so far and the rules of the run, or ``None`` while a duration is unknown."""
     generators = _in_order(state)
     generate = [_mean(profile, worker, "generate") for worker in generators]
-    score = [0.0 if state.scorers else _mean(profile, worker, "score") for worker in generators]
+    score = [0.0 if state.scores_apart else _mean(profile, worker, "score") for worker in generators]
     update, assist = profile.mean("trainer", "update"), profile.mean("trainer", "assist")
     if update is None or assist is None or None in generate or None in score:
         return None
@@ -163,10 +163,11 @@ def _compress(
         version = task.version if task is not None and task.kind == "load" else worker.version
         outdated |= (version != state.trainer.version) << number
         if task is not None:
-            kind = _KINDS[task.kind]
+            kind = LOAD if task.void else _KINDS[task.kind]
             left = max(_SOON_S, task.started + mean(worker, task.kind) - now)
             running.append((task.id, Running(left, number, kind, 0 if kind == LOAD else task.index * indexed)))
-            busy.add(task.index)
+            if not task.void:
+                busy.add(task.index)
     running.sort(key=lambda item: item[0] if indexed else item[1].worker)
     # Everything of this step that is generated, not being scored, and not yet ready waits for a score.
     unscored = [

@@ -45,16 +45,19 @@ from digen.events import (
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
+    WorkerRestarted,
     fan_out,
 )
 from digen.groups import GroupAssembler
 from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import within_bound
 from digen.sched.checks import check_handles, needed_methods, rules_from
-from digen.sched.lanes import Checkpointer, Inbox, Lane
+from digen.sched.lanes import Checkpointer, Inbox, Lane, Restart
 from digen.sched.lookahead import measured, situation, until_commit
 from digen.sched.meter import Meter
 from digen.sched.profile import Profile
+from digen.sched.recovery import Budget, Lost, Recovery
 from digen.sched.results import Results, describe
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
 from digen.sched.state import State, Step, Task, Worker
@@ -65,6 +68,7 @@ from digen.types import EvaluationRequest, Payload, Publication, StepReport
 if TYPE_CHECKING:
     from digen.config import AdvantageSection, ScheduleConfig
     from digen.plan import Plan
+    from digen.restarts import RestartsSection
 
 _MAX_UNREAD_REPORTS = 10_000
 
@@ -79,8 +83,9 @@ class Scheduler:
                 print(step.index, step.metrics()["reward/mean"])
 
     The schedule runs in a task of its own; a slow consumer never delays a dispatch. Leaving the ``async with``
-    cancels, awaits and reaps everything it began. A failing handle ends the run: iteration raises
-    :class:`digen.errors.StepFailed` with the handle's exception as its cause.
+    cancels, awaits and reaps everything it began. A worker that is lost is started again if its handle has ``restart``,
+    and what it was doing is repeated; a loss that the run cannot survive, and any other failure, ends it: iteration
+    raises :class:`digen.errors.StepFailed` with the handle's exception as its cause.
 
     Args:
         plan: what to generate.
@@ -89,6 +94,7 @@ class Scheduler:
         trainer: the handle that trains; with ``generate`` it may assist (TAG).
         scorers: handles that only score; with any, generators never score.
         config: how to schedule; default :class:`digen.ScheduleConfig`.
+        restarts: what is started again and how often; default :class:`digen.restarts.RestartsSection`.
         advantage: how rewards become advantages; default per prompt.
         weights: of the reward's heads by name, where ``advantage`` combines them.
         defer_divisor: hand out advantages without a divisor of the whole step, and give it to the trainer's commit as
@@ -116,6 +122,7 @@ class Scheduler:
         trainer: Trainer,
         scorers: Sequence[Scorer] = (),
         config: ScheduleConfig | None = None,
+        restarts: RestartsSection | None = None,
         advantage: AdvantageSection | None = None,
         weights: Mapping[str, float] | None = None,
         defer_divisor: bool = False,
@@ -129,7 +136,10 @@ class Scheduler:
         start_step: int = 0,
     ) -> None:
         from digen.config import AdvantageSection, ScheduleConfig
+        from digen.restarts import RestartsSection
 
+        self._rules = restarts if restarts is not None else RestartsSection()
+        self._budget = Budget(self._rules)
         self._config = config if config is not None else ScheduleConfig()
         self._assemble = partial(
             GroupAssembler,
@@ -162,6 +172,9 @@ class Scheduler:
         self._start_step = start_step
         self._profile = profile if profile is not None else Profile()
         self._lanes: dict[str, Lane] = {}
+        self._restarts: dict[Worker, Restart] = {}
+        self._lost_at: dict[Worker, float] = {}
+        self._abandoned: set[asyncio.Task[None]] = set()
         self._just_idle: list[Worker] = []
         self._owned: list[Any] = []
         self._reports: deque[StepReport] = deque()
@@ -176,6 +189,7 @@ class Scheduler:
         self._num_tasks = 0
         self._state: State
         self._results: Results
+        self._recovery: Recovery
 
     # ---- for users ---------------------------------------------------------------------------------------------
 
@@ -287,7 +301,8 @@ class Scheduler:
             "num_generating": state.num_generating,
             "workers": {
                 name: lane.worker.task.kind if lane.worker.task else "idle" for name, lane in self._lanes.items()
-            },
+            }
+            | {worker.name: "restarting" for worker in self._restarts},
         }
 
     def story(self, step: int, index: int) -> list[str]:
@@ -345,21 +360,29 @@ class Scheduler:
         )
         if task.kind == "update":
             self._assert_bound(task)
-        self._lanes[worker.name].give(task)
+        lane = self._lanes[worker.name]
+        lane.give(task, self._budget.deadline_s(self._profile, task) if lane.killable else None)
 
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
+        self._readmit()
         for task, result, error in completions:
             now = self._now()  # each time: what follows a completion emits events with later times
-            if error is not None and not self._results.may_drop(task, error):
-                raise self._failed(task, error) from error
+            if task.worker.task is not task:
+                self._recovery.fence()
+                continue
+            if task.void or (error is not None and not self._results.may_drop(task, error)):
+                self._fail(task, error if error is not None else DigenError("the run went back behind it"))
+                continue
             try:
                 stats = self._results.take(task, result) if error is None else self._results.drop(task, error)
             except Exception as problem:
-                raise self._failed(task, problem) from problem
+                self._fail(task, problem)
+                continue
             self._profile.add(task.worker.name, task.worker.role, task.measured_as, now - task.started)
             self._meter.finished(task, now)
             self._idle(task)
             if error is None:
+                self._recovery.finished(task)
                 self._emit(
                     TaskFinished(
                         now,
@@ -384,15 +407,115 @@ class Scheduler:
 
     def _idle(self, task: Task) -> None:
         worker, state = task.worker, self._state
-        if worker.role == "generator":
-            state.num_busy_generators -= 1
-            state.num_loading -= task.kind == "load"
-        elif worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
+        self._ended(task)
+        if worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
             state.bubble_asked = state.bubble_reopened = False
-        worker.task = None
         if not worker.leaving:
             state.set_idle(worker)
             self._just_idle.append(worker)
+
+    def _ended(self, task: Task) -> None:
+        worker, state = task.worker, self._state
+        if worker.role == "generator":
+            state.num_busy_generators -= 1
+            state.num_loading -= task.kind == "load"
+        worker.task = None
+
+    # ---- losses ------------------------------------------------------------------------------------------------
+
+    def _fail(self, task: Task, error: Exception) -> None:
+        """A task failed: go on without its worker, or with it, or end the run."""
+        worker = task.worker
+        restartable = hasattr(self._handles[worker], "restart")
+        try:
+            lost = self._recovery.judge(task, error, restartable=restartable)
+        except Exception:
+            raise self._failed(task, error) from error
+        self._emit(_task_failed(task, self._now(), str(error)))
+        if lost is not None:
+            self._ended(task)
+            self._lose(worker, lost, str(error))
+        else:
+            self._idle(task)
+        try:
+            self._recovery.undo(task, error)
+        except Exception as problem:
+            raise self._failure(task, problem) from error
+        if lost is None and worker.leaving:
+            self._leave(worker)
+
+    def _lose(self, worker: Worker, lost: Lost, error: str) -> None:
+        """Take a worker out, and have another started in its place."""
+        now = self._now()
+        lane = self._lanes.pop(worker.name)
+        lane.cancel()
+        self._abandon(lane.coroutine)
+        worker.lost = True
+        self._meter.left(worker, now)
+        self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, error, lost.wait_s))
+        if worker.role == "trainer":
+            self._recovery.trainer_lost()
+        elif lost.wait_s is not None:
+            self._state.absent[worker.name] = worker
+        if worker.role != "trainer":
+            self._state.depart(worker)
+        hung = error if lost.reason == "hung" else ""
+        if lost.wait_s is not None:
+            self._lost_at[worker] = now
+            self._restart(worker, lost.wait_s, hung)
+        elif hung:
+            self._abandon(self._loop.create_task(self._handles[worker].kill(hung), name=f"digen-kill-{worker.name}"))
+
+    def _abandon(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for what it does, but the scheduler for its end."""
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    def _restart(self, worker: Worker, wait_s: float, hung: str = "") -> None:
+        self._restarts[worker] = Restart(
+            self._handles[worker],
+            worker,
+            wait_s,
+            hung=hung,
+            wanted=self._state.step,
+            inbox=self._inbox,
+            checkpointer=self._checkpointer,
+            loop=self._loop,
+        )
+
+    def _readmit(self) -> None:
+        """Let those take part again who are back; try again with those who could not be started."""
+        while self._inbox.restarted:
+            restart = self._inbox.restarted.popleft()
+            worker, now, error = restart.worker, self._now(), restart.error
+            del self._restarts[worker]
+            try:
+                if error is None:
+                    self._rejoin(worker, restart.version)
+                else:
+                    self._state.absent.pop(worker.name, None)
+                    lost = self._recovery.lose(worker, "died", error, restartable=True)
+                    self._emit(WorkerLost(now, worker.name, worker.role, "died", str(error), lost.wait_s))
+                    if lost.wait_s is not None:
+                        if worker.role != "trainer":
+                            self._state.absent[worker.name] = worker
+                        self._restart(worker, lost.wait_s)
+            except Exception as problem:
+                what = f"worker {worker.name!r} was lost and could not be started again: {problem}"
+                raise StepFailed(f"step {self._state.step} failed: {what}") from problem
+
+    def _rejoin(self, worker: Worker, version: int) -> None:
+        state, now = self._state, self._now()
+        if worker.role == "trainer":
+            self._recovery.trainer_back(version)
+        else:
+            del state.absent[worker.name]
+            (state.generators if worker.role == "generator" else state.scorers)[worker.name] = worker
+        worker.lost, worker.version, worker.joined = False, version, now
+        self._open_lane(worker)
+        self._meter.count("worker/restarts")
+        self._emit(WorkerRestarted(now, worker.name, worker.role, version, now - self._lost_at.pop(worker)))
+        state.recount_outdated()
 
     def _open_bubbles(self) -> None:
         if not self._just_idle:
@@ -464,6 +587,9 @@ class Scheduler:
     def _failed(self, task: Task, error: Exception) -> StepFailed:
         self._emit_despite(_task_failed(task, self._now(), str(error)))
         task.worker.task = None
+        return self._failure(task, error)
+
+    def _failure(self, task: Task, error: Exception) -> StepFailed:
         # A worker's own error names worker and task already.
         named = repr(task.worker.name) in str(error) or describe(task) in str(error)
         what = str(error) if named else f"{describe(task)}: {error}"
@@ -497,6 +623,16 @@ class Scheduler:
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
             evaluate=self._evaluate,
+        )
+        self._recovery = Recovery(
+            self._state,
+            self._results,
+            self._meter,
+            budget=self._budget,
+            rules=self._rules,
+            emit=self._emit,
+            now=self._now,
+            story=self._story,
         )
         self._emit(
             RunStarted(
@@ -534,12 +670,15 @@ class Scheduler:
             state.trainer = worker
         else:
             (state.generators if role == "generator" else state.scorers)[handle.name] = worker
-        self._lanes[handle.name] = Lane(
-            handle, worker, inbox=self._inbox, checkpointer=self._checkpointer, loop=self._loop
-        )
-        state.set_idle(worker)
-        self._just_idle.append(worker)
+        self._open_lane(worker)
         self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
+
+    def _open_lane(self, worker: Worker) -> None:
+        self._lanes[worker.name] = Lane(
+            self._handles[worker], worker, inbox=self._inbox, checkpointer=self._checkpointer, loop=self._loop
+        )
+        self._state.set_idle(worker)
+        self._just_idle.append(worker)
 
     async def _add(self, handle: Any, role: Role) -> None:
         self._entered()
@@ -560,18 +699,15 @@ class Scheduler:
     def _check_may_join(self, handle: Any) -> None:
         if self.outcome != "running":
             raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
-        if handle.name in self._lanes:
+        if handle.name in self._lanes or handle.name in self._state.absent:
             raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
 
     def _leave(self, worker: Worker) -> None:
         state, lane = self._state, self._lanes.get(worker.name)
         if lane is None or lane.worker is not worker:  # a sink removed it a moment ago
             return
-        (state.generators if worker.role == "generator" else state.scorers).pop(worker.name)
         self._lanes.pop(worker.name).cancel()
-        state.recount_outdated()
-        if state.num_outdated == 0:
-            state.holding = False
+        state.depart(worker)
         self._meter.left(worker, self._now())
         self._emit(WorkerLeft(self._now(), worker.name, "removed"))
         self._inbox.wake()
@@ -621,11 +757,15 @@ class Scheduler:
             raise cancelled
 
     async def _cancel_lanes(self) -> None:
-        lanes = list(self._lanes.values())
-        for lane in lanes:
+        ending = list(self._abandoned)
+        for lane in self._lanes.values():
             lane.cancel()
-        if lanes:
-            await asyncio.wait([lane.coroutine for lane in lanes])
+            ending.append(lane.coroutine)
+        for restart in self._restarts.values():
+            restart.coroutine.cancel()
+            ending.append(restart.coroutine)
+        if ending:
+            await asyncio.wait(ending)
 
     async def _close(self) -> None:
         if self._runner is not None:

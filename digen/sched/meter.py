@@ -29,6 +29,7 @@ class Meter:
         self._kind_s: dict[TaskKind, float] = defaultdict(float)
         self._busy_s: dict[Role, float] = defaultdict(float)
         self._present_s: dict[Role, float] = defaultdict(float)
+        self._faults: dict[str, float] = defaultdict(float)
         self._tag = {"inserted": 0, "skipped": 0}
         self._published_bytes = 0
         self._search_s = 0.0
@@ -49,6 +50,15 @@ class Meter:
         self._search_s += search_s
         if self._predicted_s is None and decision.predicted_s is not None and commit_s is not None:
             self._predicted_s = now - self._start + decision.predicted_s + commit_s
+
+    def lost(self, task: Task, now: float) -> None:
+        """A task ended without a result."""
+        self._busy_s[task.worker.role] += now - max(task.started, self._start)
+        self.count("worker/lost_work_s", now - task.started)
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Something went wrong; named in the step's values only if it did."""
+        self._faults[name] += number
 
     def published(self, nbytes: int) -> None:
         """Weights were published."""
@@ -71,7 +81,7 @@ class Meter:
             if worker.task is not None:
                 self._busy_s[worker.role] += now - max(worker.task.started, self._start)
         rewards = [reward for index in sorted(step.rewards) for reward in step.rewards[index]]
-        staleness = [step.number - step.rollouts[index].version for index in range(len(step.micro_batches))]
+        staleness = [step.number - step.version_of(index) for index in range(len(step.micro_batches))]
         mean = math.fsum(rewards) / len(rewards)
         values: dict[str, float] = {
             "reward/mean": mean,
@@ -100,6 +110,7 @@ class Meter:
         values |= {f"time/{kind}_s": seconds for kind, seconds in sorted(self._kind_s.items())}
         if wall_s > 0:
             values["perf/samples_per_s"] = len(rewards) / wall_s
+        values |= self._faults
         values |= _merged(trained)
         values |= committed
         self._reset(now)

@@ -25,7 +25,7 @@ from digen.events import (
 from digen.groups import Arrival, CompletedGroup
 from digen.sched.lanes import Checkpointer
 from digen.sched.meter import Meter
-from digen.sched.state import State, Step, Task, Worker
+from digen.sched.state import NO_VERSION, State, Step, Task, Worker
 from digen.sched.sync import WeightSync
 from digen.types import (
     CommitReport,
@@ -165,28 +165,68 @@ class Results:
         return task.kind == "score" and isinstance(error, RewardError) and self.state.rules.max_dropped > 0
 
     def drop(self, task: Task, error: Exception) -> dict[str, float]:
-        """A score failed: give its groups up.
+        """A score or a generation failed for good: give its groups up.
 
         Raises:
             RewardError: too many of the step's groups are lost by now.
         """
         step = self.state.ledger(task.step)
-        self._arrival = self.state.dropped(step, task.index)
+        self._arrival = (self.state.dropped if task.kind == "score" else self.state.never_generated)(step, task)
+        self._check_dropped(step, error)
+        return {}
+
+    def withhold(self, task: Task, error: Exception) -> None:
+        """What ``task`` gave up before the run went back stays given up."""
+        self._arrival = self.state.withhold(self.state.ledger(task.step), task)
+        self.follow_drop(task, error)
+
+    def _check_dropped(self, step: Step, error: Exception) -> None:
         lost, total = step.assembler.num_dropped, step.assembler.num_groups
         if lost == total:
-            raise RewardError(f"no group of step {task.step} has a reward, so nothing is left to train on: {error}")
+            raise RewardError(f"no group of step {step.number} has a reward, so nothing is left to train on: {error}")
         if lost > self.state.rules.max_dropped * total:
             raise RewardError(
-                f"{lost} of the {total} groups of step {task.step} have no reward, more than "
+                f"{lost} of the {total} groups of step {step.number} have no reward, more than "
                 f"schedule.max_dropped_groups={self.state.rules.max_dropped} allows; the last: {error}"
             )
-        return {}
 
     def follow_drop(self, task: Task, error: Exception) -> None:
         """Say which groups are lost, and what that completes."""
         for uid in self._arrival.dropped:
             self._emit(GroupDropped(self._now(), task.step, uid, task.index, str(error)))
         self._arrived(task)
+
+    def abandon(self, task: Task) -> None:
+        """A task ended without a result that counts: let go of what it held."""
+        if task.kind == "load":
+            self._sync.load_failed(*task.argument)
+        elif task.kind == "checkpoint":
+            self.unsaved()
+        elif task.kind == "evaluate" and not task.void:
+            self.state.num_evaluating -= 1
+
+    def unsaved(self) -> None:
+        """A checkpoint that was due was not taken."""
+        self._saved_version = NO_VERSION
+
+    def reopen(self) -> None:
+        """The trainer's gradient is lost: the current step is updated on once more."""
+        self._trained = []
+        if self.state.step in self.state.steps:
+            self.state.current.reopen()
+
+    def roll_back(self, version: int) -> int:
+        """The trainer holds an earlier ``version``: forget what was built on later ones.
+
+        Returns the number of rollouts that are thrown away.
+        """
+        num_discarded = sum(len(step.rollouts) for step in self.state.steps.values())
+        for owner, payload in self.state.roll_back(version):
+            self._release(owner, payload)
+        self._trained = []
+        self._groups.clear()
+        self._saved_version = version
+        return num_discarded
 
     def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
         step, now = self.state.ledger(task.step), self._now()
@@ -275,7 +315,7 @@ class Results:
     def _loaded(self, task: Task, report: LoadReport) -> dict[str, float]:  # 29
         self._expect(task, report, LoadReport)
         (publication,) = task.argument
-        self._sync.load_ended(publication, report)
+        self._sync.load_ended(publication, report, task.worker.name)
         self.state.loaded(task.worker, report.version)
         return {"bytes": float(publication.nbytes)}
 
@@ -307,7 +347,7 @@ class Results:
             state.trainer_program.append(("checkpoint", (version,)))
 
     def _settled(self, step: Step, index: int, outcome: Any) -> None:
-        version = step.rollouts[index].version
+        version = step.version_of(index)
         self._emit(MicroBatchSettled(self._now(), step.number, index, outcome, version, step.number - version))
 
     def _expect(self, task: Task, result: Any, kind: type) -> None:

@@ -46,7 +46,7 @@ def select_sync(state: State) -> Task | None:
     A commit waits until the weights that it replaces are being evaluated, if they are to be; that task comes then.
     """
     trainer, program = state.trainer, state.trainer_program
-    if trainer.task is not None or (program and program[0][0] != "checkpoint"):
+    if trainer.busy or (program and program[0][0] != "checkpoint"):
         return None
     if state.publish_due:
         state.publish_due = False
@@ -72,22 +72,23 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     ``ask`` decides. Without generators (mode colocated) it also evaluates, scores and generates.
     """
     trainer = state.trainer
-    if trainer.task is not None:
+    if trainer.busy:
         return None
     if state.trainer_program:
         kind, argument = state.trainer_program.popleft()
         return _program_task(state, kind, argument)
+    alone = state.alone
+    if alone and state.evaluation_due is not None:
+        return _evaluate_task(state, trainer)
     if state.holding or state.step >= state.last_step:
         return None
     step = state.current
-    alone = not state.generators
-    if alone and state.evaluation_due is not None:
-        return _evaluate_task(state, trainer)
     eager = _eager(policy, step)
-    if eager and not alone and not state.bubble_asked and _can_assist(state, step) and _decide(state, step, ask):
+    may_ask = bool(state.generators) and not state.bubble_asked
+    if eager and may_ask and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
     index = next_update(state, step)
-    bubble = index is None and not (eager or alone or state.bubble_asked)
+    bubble = index is None and may_ask and not eager
     if bubble and _can_assist(state, step) and _decide(state, step, ask):
         return select_trainer(state, policy, ask)
     if state.switched and not step.complete:
@@ -100,7 +101,7 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
 
 def bubble_emerges(state: State, policy: Policy) -> bool:
     """Whether :func:`select_trainer` would ask the policy now."""
-    if not state.rules.assists or state.trainer.task is not None:
+    if not state.rules.assists or state.trainer.busy:
         return False
     if state.trainer_program or state.publish_due or state.holding:
         return False
@@ -200,13 +201,13 @@ def _load(state: State) -> Task | None:
 
 
 def _score(state: State) -> Task | None:
-    if not state.scoring_queue or not (state.scorers or state.generators):
+    if not state.scoring_queue:
         return None
     number = state.scoring_queue[0][0]
     step = state.ledger(number)
     if state.rules.barrier and step.num_generated < len(step.micro_batches):
         return None
-    if state.scorers:
+    if state.scores_apart:
         worker = state.pop_idle_scorer()
     elif state.holding:
         return None
@@ -237,6 +238,9 @@ def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if step is None or not state.may_start(step):
         return None
     admitted = [version for version in versions if state.admitted(step, version)]
+    again = step.lost_versions.get(step.pending[0])
+    if again in admitted:
+        admitted = [again]  # the same samples as those that were lost
     if not admitted or (gate is not None and step.number > state.step and not gate(step.number)):
         return None
     worker = state.pop_idle(admitted)
@@ -285,7 +289,8 @@ def _decide(state: State, step: Step, ask: Ask) -> bool:
 
 
 def _update(state: State, step: Step, index: int) -> Task:
-    argument = (step.rollouts[index], step.ready.pop(index))
+    step.taken[index] = advantages = step.ready.pop(index)
+    argument = (step.rollouts[index], advantages)
     return _task("update", state.trainer, step.number, index, argument=argument, version=step.rollouts[index].version)
 
 

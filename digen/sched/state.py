@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from digen.plan import Plan
 
 
+NO_VERSION = -1
+"""The version of a worker whose weights are of no version of this run. It is admitted to nothing."""
+
+
 class Rules(Struct, frozen=True):
     """A resolved :class:`digen.ScheduleConfig`: the numbers that Algorithm 1 compares with."""
 
@@ -50,7 +54,7 @@ class Rules(Struct, frozen=True):
 class Worker:
     """A worker as the scheduler sees it."""
 
-    __slots__ = ("joined", "leaving", "name", "position", "role", "task", "version")
+    __slots__ = ("joined", "leaving", "lost", "name", "position", "role", "task", "version")
 
     def __init__(self, name: str, role: Role, position: int, version: int, joined: float) -> None:
         self.name = name
@@ -61,6 +65,13 @@ class Worker:
         """Seconds since the run began."""
         self.task: Task | None = None
         self.leaving = False
+        self.lost = False
+        """Whether it is being started again."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it can be given nothing: it has a task, or is being started again."""
+        return self.task is not None or self.lost
 
 
 class Task(Struct):
@@ -77,6 +88,8 @@ class Task(Struct):
     stale: bool = False
     id: int = -1
     started: float = 0.0
+    void: bool = False
+    """Whether its result no longer counts: the run went back behind it."""
 
     @property
     def measured_as(self) -> Kind:
@@ -116,6 +129,10 @@ class Step:
         """Samples of each scored micro-batch that best-of-N kept."""
         self.ready: dict[int, tuple[float | None, ...]] = {}
         """UQ of this step: advantages by micro-batch, in order of arrival; :attr:`next_index` keeps index order."""
+        self.taken: dict[int, tuple[float | None, ...]] = {}
+        """What was taken out of UQ, kept until the commit: a trainer that dies needs it again."""
+        self.lost_versions: dict[int, int] = {}
+        """The version of a generation that was lost, until it is repeated."""
         self.settled: dict[int, str] = {}
         self.next_index = 0
         """Lowest micro-batch that has not settled."""
@@ -133,6 +150,22 @@ class Step:
             if prompt not in prompts:
                 prompts.append(prompt)
         return tuple(prompts)
+
+    def version_of(self, index: int) -> int:
+        """The version of a micro-batch: that of its rollout, or of the last attempt if it has none."""
+        rollout = self.rollouts.get(index)
+        return rollout.version if rollout is not None else self.lost_versions[index]
+
+    def reopen(self) -> None:
+        """The gradient is lost: every micro-batch that was updated on, or was about to be, waits in UQ again."""
+        for index in self.taken:
+            self.settled.pop(index, None)
+        self.ready = {**self.taken, **self.ready}
+        self.taken = {}
+        self.num_updated = 0
+        self.next_index = 0
+        while self.next_index in self.settled:
+            self.next_index += 1
 
     def settle(self, index: int, outcome: str) -> None:
         """Micro-batch ``index`` is done with."""
@@ -158,9 +191,12 @@ class State:
         self.scoring_queue: list[tuple[int, int, int]] = []
         """SQ: (step, order of arrival, micro-batch); the lowest step is scored first."""
         self._arrivals = 0
+        self._comebacks = 0
         self.num_generating = 0
         self.generators: dict[str, Worker] = {}
         self.scorers: dict[str, Worker] = {}
+        self.absent: dict[str, Worker] = {}
+        """Generators and scorers that are lost and are being started again."""
         self.trainer: Worker
         self._idle: dict[int, list[tuple[int, Worker]]] = {}
         self._idle_scorers: list[tuple[int, Worker]] = []
@@ -288,6 +324,28 @@ class State:
             self._idle_scorers.remove((worker.position, worker))
             heapq.heapify(self._idle_scorers)
 
+    # ---- who takes part ----------------------------------------------------------------------------------------
+
+    @property
+    def alone(self) -> bool:
+        """Whether the trainer does every stage: there are no generators, nor will any come back."""
+        return not self.generators and not self._expects("generator")
+
+    @property
+    def scores_apart(self) -> bool:
+        """Whether scorers of their own score, be it when they are back."""
+        return bool(self.scorers) or self._expects("scorer")
+
+    def _expects(self, role: Role) -> bool:
+        return bool(self.absent) and any(worker.role == role for worker in self.absent.values())
+
+    def depart(self, worker: Worker) -> None:
+        """A generator or scorer takes part no more."""
+        (self.generators if worker.role == "generator" else self.scorers).pop(worker.name)
+        self.recount_outdated()
+        if self.num_outdated == 0:
+            self.holding = False
+
     # ---- transitions -------------------------------------------------------------------------------------------
 
     def dispatch(self, step: Step, worker: Worker) -> tuple[int, bool]:
@@ -298,6 +356,71 @@ class State:
         step.num_generating += 1
         self.num_generating += 1
         return index, stale
+
+    def undispatch(self, step: Step, task: Task) -> None:
+        """A generation was lost, or never began: its micro-batch is the first of its step to be dispatched again."""
+        step.pending.appendleft(task.index)
+        self._not_generated(step, task)
+
+    def _not_generated(self, step: Step, task: Task) -> None:
+        step.num_stale -= task.stale
+        step.num_generating -= 1
+        self.num_generating -= 1
+        step.lost_versions[task.index] = task.version
+
+    def unpop_unscored(self, step: Step, index: int) -> None:
+        """A score was lost: its micro-batch is the first of its step in SQ again."""
+        self._comebacks -= 1
+        heapq.heappush(self.scoring_queue, (step.number, self._comebacks, index))
+
+    def never_generated(self, step: Step, task: Task) -> Arrival:
+        """A generation is given up: its groups are lost."""
+        self._not_generated(step, task)
+        step.num_generated += 1
+        return self.dropped(step, task)
+
+    def withhold(self, step: Step, task: Task) -> Arrival:
+        """A micro-batch that was given up before the run went back, by ``task``, is not generated again."""
+        step.pending.remove(task.index)
+        step.num_generated += 1
+        step.lost_versions[task.index] = task.version
+        return self.dropped(step, task)
+
+    def roll_back(self, version: int) -> list[tuple[Worker, Any]]:
+        """The trainer holds an earlier ``version``: open steps are forgotten, and whatever still runs is void.
+
+        Returns the payloads that nobody will read again, with their owners.
+        """
+        payloads: list[tuple[Worker, Any]] = []
+        for step in self.steps.values():
+            payloads += [(step.owners[index], rollout.payload) for index, rollout in step.rollouts.items()]
+            if step.encoder is not None and step.encoded is not None:
+                payloads.append((step.encoder, step.encoded.payload))
+        self.steps.clear()
+        self.scoring_queue.clear()
+        self.trainer_program.clear()
+        self.num_generating = self.num_evaluating = 0
+        self.evaluation_due = None
+        self.step = version
+        self.trainer.version = version
+        for worker in (*self.generators.values(), *self.scorers.values()):
+            task = worker.task
+            if task is not None:
+                task.void = task.kind != "load" or task.version > version
+            if worker.version > version or (task is not None and task.void and task.kind == "load"):
+                self._outlived(worker)
+        if self.publication is not None and self.publication.version > version:
+            self.publication = None
+        return payloads
+
+    def _outlived(self, worker: Worker) -> None:
+        """A worker's weights are of a future that was given up: they are no version at all."""
+        idle = worker.role == "generator" and worker.task is None
+        if idle:
+            self.withdraw(worker)
+        worker.version = NO_VERSION
+        if idle:
+            self.set_idle(worker)
 
     def generated(self, step: Step, index: int, rollout: Rollout, worker: Worker) -> None:
         """Lines 11, 12, 16: a generation returned; its rollout waits in SQ."""
@@ -322,9 +445,9 @@ class State:
         step.heads[index] = heads
         return self._arrived(step, arrival)
 
-    def dropped(self, step: Step, index: int) -> Arrival:
+    def dropped(self, step: Step, task: Task) -> Arrival:
         """A score failed: its groups are lost, which may complete micro-batches that waited for them."""
-        return self._arrived(step, step.assembler.drop(index))
+        return self._arrived(step, step.assembler.drop(task.index))
 
     def _arrived(self, step: Step, arrival: Arrival) -> Arrival:
         step.num_scored += 1
@@ -359,7 +482,7 @@ class State:
     @property
     def finished(self) -> bool:
         """Line 4, and nothing left to sync: the run is over, or drained."""
-        if self.step < self.last_step or self.trainer.task is not None or self.trainer_program or self.publish_due:
+        if self.step < self.last_step or self.trainer.busy or self.trainer_program or self.publish_due:
             return False
         evaluated = self.evaluation_due is None and self.num_evaluating == 0
         return self.draining or (self.num_outdated == 0 and evaluated)

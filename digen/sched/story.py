@@ -7,6 +7,8 @@ from collections import deque
 from digen.events import AnyEvent, Sink
 
 _MEMORY = 20_000
+_UNTOLD = {"time", "story"}
+"""Fields that are left out: the time stands in front, and a story is not told within a story."""
 
 
 class Story:
@@ -30,5 +32,5 @@ class Story:
 
 
 def _line(event: AnyEvent) -> str:
-    fields = (f"{name}={getattr(event, name)!r}" for name in event.__struct_fields__ if name != "time")
+    fields = (f"{name}={getattr(event, name)!r}" for name in event.__struct_fields__ if name not in _UNTOLD)
     return f"{event.time:.6f} {type(event).__name__} {' '.join(fields)}"

@@ -34,30 +34,38 @@ class WeightSync:
         if self.current is not None:
             self._superseded[self.current.version] = self.current
         self.current = publication
+        self._checksums.pop(publication.version, None)  # of the same version, published before a roll-back
         self._free()
 
     def load_began(self, publication: Publication) -> None:
         """A worker reads ``publication`` from now on."""
         self._readers[publication.version] += 1
 
-    def load_ended(self, publication: Publication, report: LoadReport) -> None:
-        """A worker has loaded ``publication``.
+    def load_ended(self, publication: Publication, report: LoadReport, worker: str = "") -> None:
+        """``worker`` has loaded ``publication``.
 
         Raises:
-            ProtocolError: what it reports to hold is not what was published, or not what another load of it reported.
+            ProtocolError: what it reports to hold is not what was published, or not what another load of it reported;
+                :meth:`load_failed` is still due.
         """
         checksum = publication.checksum
         if checksum is None:
             checksum = self._checksums.setdefault(publication.version, report.checksum)
-        self._readers[publication.version] -= 1
-        self._free()
         wanted = (publication.version, checksum, publication.num_tensors)
         got = (report.version, report.checksum, report.num_tensors)
         if got != wanted:
             raise ProtocolError(
                 f"after loading version {wanted[0]} (checksum {wanted[1]:x}, {wanted[2]} tensors) the worker holds "
-                f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights"
+                f"version {got[0]} (checksum {got[1]:x}, {got[2]} tensors); its next samples would be of other weights",
+                worker=worker,
+                task="load",
             )
+        self.load_failed(publication)
+
+    def load_failed(self, publication: Publication) -> None:
+        """A worker reads ``publication`` no more, whatever it holds now."""
+        self._readers[publication.version] -= 1
+        self._free()
 
     def _free(self) -> None:
         for version in [version for version in self._superseded if not self._readers[version]]:

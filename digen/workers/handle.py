@@ -86,6 +86,11 @@ class TargetHandle:
         """
         await self.aclose()
 
+    async def restart(self) -> None:
+        """End what is left of the target, which may have died, and build another one."""
+        await self.aclose()
+        await self.start()
+
     async def call(self, method: str, /, *args: Any) -> Any:
         """Call any public method of the target."""
         raise NotImplementedError

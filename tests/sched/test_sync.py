@@ -69,6 +69,7 @@ def test_loads_of_weights_without_a_checksum_must_agree() -> None:
         sync.load_ended(unknown, report(version, checksum=found))
         with pytest.raises(ProtocolError, match=f"after loading version {version} .* of other weights"):
             sync.load_ended(unknown, report(version, checksum=7))
+        sync.load_failed(unknown)
 
 
 class Trainer(SimWorker):

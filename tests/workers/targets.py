@@ -16,7 +16,8 @@ from typing import Any
 from digen.errors import NumericsError, RankFailed, RewardError
 from digen.types import CommitReport, LoadReport, MicroBatch, Payload, Publication, Rollout, Scored, UpdateReport
 
-_FD = int(sys.argv[1]) if len(sys.argv) > 2 and sys.argv[1].isdigit() else -1  # the worker's socket, for targets that misuse it
+# The worker's socket, for targets that misuse it.
+_FD = int(sys.argv[1]) if len(sys.argv) > 2 and sys.argv[1].isdigit() else -1
 
 
 class Engine:

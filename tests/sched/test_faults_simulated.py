@@ -1,0 +1,293 @@
+"""Random fault schedules in virtual time, and what single faults do. The long form is experiments/faults.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digen import Plan, ScheduleConfig, Scheduler, StepFailed, WorkerDied, WorkerTimeout
+from digen.events import (
+    AnyEvent,
+    GroupDropped,
+    MicroBatchSettled,
+    Quarantined,
+    RolledBack,
+    StepCommitted,
+    TaskFailed,
+    TaskRetried,
+    TaskStarted,
+    WorkerLost,
+    WorkerRestarted,
+)
+from digen.observe.fold import Fold
+from digen.restarts import RestartsSection
+from digen.sched import InvariantChecker, check
+from digen.sched.profile import Profile
+from digen.sched.recovery import Budget
+from digen.sched.state import Task, Worker
+from digen.workers.clock import run_virtual
+from digen.workers.faulty import Fault, FaultPlan, FaultyWorker, SimDisk, Weights
+from experiments.faults import coverage_table, failure_of, run_seeds, shrink
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_SEEDS = 150
+TIMES: dict[str, Any] = {"generate": 4, "score": 1, "load": 1, "update": 2, "commit": 1, "publish": 1, "start": 3}
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_nothing_is_lost_and_nothing_doubled(chunk: int) -> None:
+    tally = run_seeds(range(chunk, NUM_SEEDS, 5))
+    commands = [f"python experiments/faults.py --replay {seed}" for seed in tally.failures]
+    assert not tally.failures, f"{commands[0]}: {next(iter(tally.failures.values()))}"
+    assert tally.counts["WorkerRestarted"] > 10
+    assert tally.outcomes["completed"] > NUM_SEEDS / 5 / 4
+    assert "generate" in coverage_table(tally.coverage)
+
+
+def test_event_logs_do_not_depend_on_the_hash_seed() -> None:
+    command = [sys.executable, "experiments/faults.py", "--hash", "--seeds", "30", "--processes", "1"]
+    digests = set()
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        digests.add(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True).stdout)
+    assert len(digests) == 1
+
+
+def test_a_failure_shrinks_to_the_faults_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a defect: lost generations are not repeated."""
+    monkeypatch.setattr("digen.sched.recovery.Recovery.undo", lambda *_: None)
+    seed = next(seed for seed in range(100) if failure_of(seed)[0] and len(failure_of(seed)[1].faults) > 1)
+    faults, failure = shrink(seed)
+    assert failure
+    assert 1 <= len(faults) < len(failure_of(seed)[1].faults)
+    assert failure_of(seed, frozenset(fault.where for fault in faults))[0] == failure
+
+
+# ---- single faults ---------------------------------------------------------------------------------------------
+
+
+class Scripted(FaultPlan):
+    """Faults at named places."""
+
+    def __init__(self, **kinds: str) -> None:
+        super().__init__(0)
+        self._script = {where.replace("__", "#").replace("_", "."): kind for where, kind in kinds.items()}
+
+    def draw(self, where: str, method: str, step: int, index: int) -> Fault | None:
+        kind = self._script.get(where)
+        return self._happens(Fault(where, method, kind)) if kind else None
+
+
+class Run:
+    """A run with two generators, four micro-batches a step."""
+
+    def __init__(
+        self,
+        faults: FaultPlan,
+        *,
+        num_steps: int = 3,
+        num_generators: int = 2,
+        every: int | None = None,
+        times: dict[str, Any] = TIMES,
+        rules: dict[str, Any] | None = None,
+        late_s: float = 1e4,
+        body: Callable[[Scheduler], None] | None = None,
+        dropped: frozenset[tuple[int, int]] = frozenset(),
+        **config: Any,
+    ) -> None:
+        files: dict[str, Weights] = {}
+        self.events: list[AnyEvent] = []
+        self.fold = Fold()
+        self.error: StepFailed | None = None
+        plan = Plan(["a", "b"], num_steps=num_steps, prompts_per_step=4, samples_per_prompt=1)
+        workers = [
+            FaultyWorker(name, faults, times, disk=files, late_s=late_s)
+            for name in ("trainer", *(f"gen{number}" for number in range(num_generators)))
+        ]
+        self.trainer = workers[0]
+
+        async def main() -> None:
+            scheduler = Scheduler(
+                plan,
+                trainer=workers[0],
+                generators=workers[1:],
+                config=ScheduleConfig(**config),
+                restarts=RestartsSection(**{"deadline_floor_s": 50, **(rules or {})}),
+                sinks=[self.events.append, InvariantChecker(), self.fold.apply],
+                checkpointer=SimDisk(files, every=every) if every else None,
+            )
+            try:
+                async with scheduler:
+                    if body is not None:
+                        body(scheduler)
+                    self.reports = [report async for report in scheduler]
+            except StepFailed as error:
+                self.error = error
+            self.end_s = asyncio.get_running_loop().time()
+
+        run_virtual(main())
+        check(self.events)
+        if self.error is None:
+            wanted = {(step, index): 1 for step in range(num_steps) for index in range(4)}
+            assert self.trainer.weights.counts == {key: 1 for key in wanted if key not in dropped}
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def metric(self, name: str) -> float:
+        return sum(report.metrics().get(name, 0) for report in self.reports)
+
+
+UNDISTURBED = Run(Scripted())
+
+
+@pytest.mark.parametrize("kind", ["death", "silent_death", "garbage"])
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
+def test_a_generator_that_is_lost_costs_time_only(kind: str, call: int) -> None:
+    run = Run(Scripted(**{f"gen0__1_{call}": kind}))
+    (lost,) = run.of(WorkerLost)
+    (back,) = run.of(WorkerRestarted)
+    assert (lost.worker, lost.restart_in_s, back.worker, back.down_s) == ("gen0", 0, "gen0", 3)
+    assert lost.reason == ("protocol" if kind == "garbage" else "died")
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+    assert run.metric("worker/deaths") == run.metric("worker/restarts") == 1
+    again = next(event for event in run.of(TaskStarted) if event.time >= back.time and event.worker == "gen0")
+    assert again.kind == "load" or again.version == back.version
+    assert run.fold.counts["num_workers_lost"] == run.fold.counts["num_restarts"] == 1
+
+
+@pytest.mark.parametrize("call", range(1, 17))
+def test_a_trainer_that_dies_mid_step_replays_its_updates(call: int) -> None:
+    run = Run(Scripted(**{f"trainer__1_{call}": "death"}), every=1)
+    undisturbed = Run(Scripted(), every=1)
+    assert run.trainer.weights == undisturbed.trainer.weights
+    generated = [event for event in run.of(TaskStarted) if event.kind == "generate"]
+    if not run.of(RolledBack):
+        assert len(generated) == 12, "no generation is repeated"
+    committed = [event.step for event in run.of(StepCommitted)]
+    assert list(dict.fromkeys(committed)) == [0, 1, 2]
+    assert len(committed) == 3 + len(run.of(RolledBack))
+    assert run.fold.counts["num_updated"] == 12 or run.of(RolledBack)
+    assert [summary.step for summary in run.fold.steps.values()] == [0, 1, 2]
+
+
+def test_without_a_checkpoint_the_run_goes_back_to_the_last_one() -> None:
+    run = Run(Scripted(trainer__1_23="death"), num_steps=5, every=2)
+    (back,) = run.of(RolledBack)
+    assert (back.version, back.from_version) == (2, 3)
+    assert run.trainer.weights == Run(Scripted(), num_steps=5, every=2).trainer.weights
+    assert [event.step for event in run.of(StepCommitted)] == [0, 1, 2, 2, 3, 4]
+    assert run.metric("faults/rollbacks") == 1
+
+
+def test_hung_workers_are_killed_at_their_deadline() -> None:
+    run = Run(Scripted(gen0__1_3="hang"), rules={"deadline_floor_s": 50, "deadline_factor": 20})
+    (lost,) = run.of(WorkerLost)
+    (failed,) = run.of(TaskFailed)
+    assert (lost.reason, failed.time - failed.started) == ("hung", 20 * 4)
+    assert "has not answered generate for 80 s" in lost.error
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+    assert (run.metric("worker/hangs"), run.metric("worker/lost_work_s")) == (1, 80)
+
+
+def test_late_answers_are_fenced() -> None:
+    run = Run(Scripted(gen0__1_1="late"), late_s=52, rules={"first_deadline_s": 50})
+    assert run.metric("faults/replies_fenced") == 1
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+
+
+def test_nobody_is_judged_by_the_time_that_the_driver_stood_still() -> None:
+    def stand_still(_: Scheduler) -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.call_later(2, lambda: setattr(loop, "_now", loop.time() + 10_000))
+
+    run = Run(Scripted(), body=stand_still)
+    assert run.end_s > 10_000
+    assert run.of(WorkerLost) == []
+
+
+def test_the_run_goes_on_with_fewer_generators_and_ends_with_none() -> None:
+    deaths = {f"gen0__{life}_1": "death" for life in range(1, 9)}
+    run = Run(Scripted(**deaths), rules={"max_attempts": 9})
+    assert [event.restart_in_s for event in run.of(WorkerLost)] == [0, 1, 2, None]
+    assert run.error is None
+    run = Run(Scripted(**deaths), num_generators=1, rules={"max_attempts": 9})
+    assert isinstance(run.error, StepFailed)
+    assert isinstance(run.error.__cause__, WorkerDied)
+    assert "gen0" in str(run.error)
+
+
+def test_without_a_budget_the_first_loss_ends_the_run() -> None:
+    for kind, error in (("death", WorkerDied), ("hang", WorkerTimeout)):
+        run = Run(Scripted(gen0__1_1=kind), rules={"budget": 0, "first_deadline_s": 50})
+        assert isinstance(run.error, StepFailed)
+        assert isinstance(run.error.__cause__, error)
+        assert run.of(WorkerLost) == []
+
+
+@pytest.mark.parametrize("method", ["generate", "score"])
+def test_poison_is_quarantined_and_costs_its_group_only(method: str) -> None:
+    poison = FaultPlan(0, poison=frozenset({(method, 1, 2)}))
+    run = Run(poison, max_dropped_groups=0.5, dropped=frozenset({(1, 2)}))
+    (quarantined,) = run.of(Quarantined)
+    assert (quarantined.step, quarantined.index, quarantined.attempts) == (1, 2, 3)
+    assert quarantined.micro_batch.index == 2
+    assert any("TaskFailed" in line for line in quarantined.story)
+    assert [(event.step, event.uid) for event in run.of(GroupDropped)] == [(1, "s1p2")]
+    assert [event.index for event in run.of(MicroBatchSettled) if event.outcome == "dropped"] == [2]
+    assert len(run.of(WorkerLost)) == 3, "no more workers than that are lost to it"
+
+
+@pytest.mark.parametrize("method", ["generate", "score", "update"])
+def test_poison_ends_the_run_where_nothing_may_be_dropped(method: str) -> None:
+    run = Run(FaultPlan(0, poison=frozenset({(method, 1, 2)})), rules={"budget": 9}, every=1)
+    assert isinstance(run.error, StepFailed)
+    assert isinstance(run.error.__cause__, WorkerDied)
+    (quarantined,) = run.of(Quarantined)
+    assert (quarantined.kind, quarantined.attempts) == (method, 3)
+    assert [event.attempt for event in run.of(TaskRetried)] == [2, 3]
+
+
+def test_code_that_raises_is_tried_again_without_a_restart() -> None:
+    run = Run(Scripted(gen0__1_1="raise", gen1__1_2="raise"))
+    assert run.of(WorkerLost) == []
+    assert len(run.of(TaskRetried)) == 2
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+
+
+# ---- the policy ------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_counts_restarts_in_a_window() -> None:
+    budget = Budget(RestartsSection(budget=3, window_s=100, backoff_s=2, max_backoff_s=3, max_attempts=9))
+    assert [budget.wait_s("a", now) for now in (0, 1, 2, 3)] == [0, 2, 3, None]
+    assert budget.wait_s("b", 3) == 0
+    assert budget.wait_s("a", 100) == 3
+    budget.forgive("a")
+    assert budget.wait_s("a", 100) == 3
+    assert budget.wait_s("a", 1000) == 0
+
+
+def test_a_worker_that_never_finishes_anything_does_not_come_back_for_ever() -> None:
+    budget = Budget(RestartsSection(budget=3, window_s=10, max_attempts=2))
+    assert [budget.wait_s("a", now) for now in (0, 100, 200)] == [0, 0, None]
+    budget.useful("a")
+    assert budget.wait_s("a", 300) == 0
+
+
+def test_deadlines_are_learnt() -> None:
+    budget, profile = Budget(RestartsSection(deadline_factor=10, deadline_floor_s=30, first_deadline_s=99)), Profile()
+    worker = Worker("gen0", "generator", 0, 0, 0.0)
+    task = Task("generate", worker, 0, 0, 0, ())
+    assert budget.deadline_s(profile, task) == 99
+    profile.add("gen1", "generator", "generate", 7)
+    assert budget.deadline_s(profile, task) == 70
+    profile.add("gen0", "generator", "generate", 1)
+    assert budget.deadline_s(profile, task) == 30
