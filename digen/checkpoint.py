@@ -7,6 +7,9 @@ it, or with a file that differs from it, is not a checkpoint.
 
 Checkpoints are taken between a commit and the next update only, so the ledger of undone work is short: every
 micro-batch of the steps from ``first_undone_step`` on. No cursor into the data is stored; the plan computes the steps.
+
+A trainer with ``begin_save`` only copies its state then, and writes it while it trains on. The checkpoint is complete
+when all of it is on disk, a little later, and until then it is none.
 """
 
 from __future__ import annotations
@@ -26,11 +29,15 @@ import structlog
 from msgspec import Struct
 
 from digen.errors import CheckpointError
+from digen.events import AnyEvent, StepCommitted
+from digen.files import reason
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
 _STATE = "run.json"
 _VERSION = re.compile(r"step-\d+")
+_POLL_S = 0.05
+"""Between two questions whether a trainer has written its part; each waits for what the trainer does just then."""
 
 Weights = Literal["raw", "ema"]
 """Which weights of a checkpoint: those that are trained, or their exponential moving average."""
@@ -53,6 +60,8 @@ class RunState(Struct, frozen=True):
     family: str
     settings: dict[str, str] = {}
     """Fields of the config that the files depend on; others may change in a resumed run."""
+    reward: float | None = None
+    """``reward/mean`` of the step that made these weights, whose samples are of weights before; ``None``: not known."""
 
 
 class Checkpoints:
@@ -61,7 +70,8 @@ class Checkpoints:
     Args:
         folder: the run's ``checkpoints`` folder.
         every: steps between checkpoints.
-        keep: how many stay on disk.
+        keep: how many stay on disk, the newest.
+        keep_best: how many stay beside them, those of the highest :attr:`RunState.reward`.
         plan_digest: :attr:`digen.Plan.digest` of the run.
         family: model family of the run.
         settings: fields of the config that a checkpoint depends on, with their values.
@@ -73,6 +83,7 @@ class Checkpoints:
         *,
         every: int,
         keep: int,
+        keep_best: int = 0,
         plan_digest: str,
         family: str,
         settings: Mapping[str, str] | None = None,
@@ -80,37 +91,75 @@ class Checkpoints:
         self._folder = folder
         self._every = every
         self._keep = keep
+        self._keep_best = keep_best
         self._plan_digest = plan_digest
         self._family = family
         self._settings = dict(settings or {})
         self._line: list[Path] = []
         """What was resumed from and what was saved since, oldest first. The folder may hold other checkpoints too."""
+        self._writing: asyncio.Task[str] | None = None
+        self._rewards: dict[int, float] = {}
+
+    def note(self, event: AnyEvent) -> None:
+        """A sink: remember the last step's mean reward, by which the best are known."""
+        if isinstance(event, StepCommitted) and "reward/mean" in event.values:
+            self._rewards = {event.version: event.values["reward/mean"]}
 
     def due(self, version: int, *, last: bool) -> bool:
         """Every ``every`` steps, and whenever the run ends with these weights."""
         return last or version % self._every == 0
 
-    async def save(self, trainer: Any, version: int) -> str:
+    async def save(self, trainer: Any, version: int) -> str | asyncio.Task[str]:
         """Have the trainer write its part, add the driver's, make it durable, rename, prune.
+
+        Returns the checkpoint's path; or, of a trainer that trains on while it writes, a task that returns it. One that
+        is being written is waited for before the next is begun.
 
         Checkpoints of later versions are deleted: they belong to a continuation that was given up when the run was
         resumed from an earlier one.
 
         Raises:
-            CheckpointError: the trainer wrote a file under a name that is the driver's.
+            CheckpointError: the trainer wrote a file under a name that is the driver's, or nothing can be written.
         """
-        final = self._folder / f"step-{version:06d}"
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         temporary = self._folder / f".step-{version:06d}.tmp"
         await asyncio.to_thread(self._make, temporary)
-        files = await trainer.save(str(temporary))
+        if not hasattr(trainer, "begin_save"):
+            return await self._finish(version, temporary, await trainer.save(str(temporary)))
+        await trainer.begin_save(str(temporary))
+        self._writing = asyncio.create_task(self._follow(trainer, version, temporary), name="digen-checkpoint")
+        self._writing.add_done_callback(_heard)
+        return self._writing
+
+    async def _follow(self, trainer: Any, version: int, temporary: Path) -> str:
+        while (files := await trainer.saved()) is None:  # noqa: ASYNC110 - another process writes
+            await asyncio.sleep(_POLL_S)
+        return await self._finish(version, temporary, files)
+
+    async def _finish(self, version: int, temporary: Path, files: dict[str, str]) -> str:
+        """Add the driver's part to a trainer's; not cut short, because another save may follow a cancellation."""
         reserved = sorted({_STATE, _MANIFEST} & set(files))
         if reserved:
             raise CheckpointError(f"{', '.join(reserved)} in {temporary}: the trainer must use another name")
-        state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings)
-        await asyncio.to_thread(_complete, temporary, final, files, state)
-        await asyncio.to_thread(self._prune, version)
+        final = self._folder / f"step-{version:06d}"
+        reward = self._rewards.get(version)
+        state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings, reward)
+        completion = asyncio.ensure_future(asyncio.to_thread(self._complete, temporary, final, files, state))
+        try:
+            await asyncio.shield(completion)
+        except asyncio.CancelledError:
+            await asyncio.wait([completion])
+            raise
         self._line = [path for path in self._line if path != final and path.exists()] + [final]
         return str(final)
+
+    def _complete(self, temporary: Path, final: Path, files: dict[str, str], state: RunState) -> None:
+        try:
+            _complete(temporary, final, files, state)
+            self._prune(state.version)
+        except OSError as error:
+            raise cannot_write(temporary, error) from error
 
     async def newest(self) -> tuple[int, str] | None:
         """Version and path of the newest intact checkpoint that led to the present weights, if there is one."""
@@ -158,15 +207,32 @@ class Checkpoints:
         return state
 
     def _make(self, temporary: Path) -> None:
-        for unfinished in self._folder.glob(".step-*.tmp"):  # a crash left it
-            shutil.rmtree(unfinished)
-        temporary.mkdir(parents=True, mode=0o700)
+        try:
+            for unfinished in self._folder.glob(".step-*.tmp"):  # a crash left it
+                shutil.rmtree(unfinished)
+            temporary.mkdir(parents=True, mode=0o700)
+        except OSError as error:
+            raise cannot_write(temporary, error) from error
 
     def _prune(self, newest: int) -> None:
-        folders = completed(self._folder)
-        later = [path for path in folders if _version(path) > newest]
-        for path in later + folders[: len(folders) - len(later)][: -self._keep]:
-            shutil.rmtree(path)
+        folders = [path for path in completed(self._folder) if _version(path) <= newest]
+        kept = {*folders[-self._keep :], *self._best(folders)}
+        for path in completed(self._folder):
+            if path not in kept:
+                shutil.rmtree(path)
+
+    def _best(self, folders: list[Path]) -> list[Path]:
+        """Of the highest reward, the newer ones first where it is the same."""
+        if not self._keep_best:
+            return []
+        rewards = {path: reward for path in reversed(folders) if (reward := _reward(path)) is not None}
+        return sorted(rewards, key=rewards.__getitem__, reverse=True)[: self._keep_best]
+
+
+def cannot_write(path: Path, error: OSError, num_bytes: int | None = None) -> CheckpointError:
+    """What to raise, and what to do, when a checkpoint of ``num_bytes`` cannot be written."""
+    size = f" ({num_bytes / 1e6:.1f} MB)" if num_bytes else ""
+    return CheckpointError(f"checkpoint {path}{size} cannot be written: {reason(error)}; those before it are intact")
 
 
 def completed(folder: Path) -> list[Path]:
@@ -241,6 +307,20 @@ def verify(path: Path) -> RunState:
     if state.schema != SCHEMA:
         raise CheckpointError(f"checkpoint {path} has schema {state.schema}; this release reads {SCHEMA}")
     return state
+
+
+def _reward(folder: Path) -> float | None:
+    """Of an intact ``run.json``; a broken checkpoint is not among the best."""
+    try:
+        return msgspec.json.decode((folder / _STATE).read_bytes(), type=RunState).reward
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _heard(writing: asyncio.Task[str]) -> None:
+    """Nobody may look at its error any more, when the run has ended meanwhile; asyncio would complain."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 def _version(folder: Path) -> int:

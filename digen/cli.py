@@ -1,7 +1,7 @@
 """The ``digen`` command. Imports only what a subcommand needs, when it needs it.
 
-Exit codes: 0 done; 1 the run failed; 2 usage, configuration or checkpoint, so that nothing was trained; 130 interrupted
-by SIGINT or SIGTERM.
+Exit codes: 0 done, or preempted (SIGUSR1); 1 the run failed; 2 usage, configuration or checkpoint, so that nothing was
+trained; 130 interrupted by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -192,6 +192,9 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     print(report.summary())
     print(f"\nreport: {report.folder / 'report.html'}")
     if report.outcome == "completed":
+        return 0
+    if report.outcome == "preempted":
+        print(f"digen: preempted; {how_to_continue(config.folder)}", file=sys.stderr)
         return 0
     print(f"digen: interrupted; {how_to_continue(config.folder)}", file=sys.stderr)
     return 130

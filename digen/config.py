@@ -387,7 +387,9 @@ class CheckpointSection(Section):
     every: Annotated[int, Field(ge=1)] = 10
     """Steps between checkpoints; the last step always has one."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """Checkpoints that stay on disk."""
+    """Checkpoints that stay on disk, the newest."""
+    keep_best: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints that stay beside those: of the highest mean reward in the step that made their weights."""
 
 
 class EvaluationSection(Section):

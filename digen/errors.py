@@ -17,6 +17,7 @@
     ├── StalenessViolation     a micro-batch was consumed outside the staleness bound: a bug in digen
     ├── InvariantViolation     an event contradicts the semantics of the schedule: a bug in digen
     ├── StepFailed             a step cannot be completed
+    ├── OutputError            a file of the run cannot be written: a full disk, say
     └── CheckpointError        a checkpoint is missing, corrupt, or of another run
 
 Every message says what happened, where, and what to do about it.
@@ -138,8 +139,12 @@ class StepFailed(DigenError):
     """A step cannot be completed."""
 
 
+class OutputError(DigenError):
+    """A file of the run cannot be written: the disk is full, was taken away, or refuses."""
+
+
 class CheckpointError(DigenError):
-    """A checkpoint is missing, incomplete, corrupt, or belongs to another run."""
+    """A checkpoint is missing, incomplete, corrupt, belongs to another run, or cannot be written."""
 
 
 def _signal_name(number: int) -> str:

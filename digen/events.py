@@ -17,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from digen.errors import OutputError
+from digen.files import unwritable
 from digen.types import MicroBatch
 
 TaskKind = Literal[
@@ -323,23 +325,36 @@ class EventLog:
     Lines are buffered and flushed at every commit and at the end, so that the cost per event stays at an encode and
     an append. Use as a context manager or call :meth:`close`. A last line that a crash cut short is removed before
     anything is appended.
+
+    Raises:
+        OutputError: it cannot be written. The run ends then, because nobody could say what it did.
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_file():
-            remove_cut_line(path)
-        self._file = path.open("ab", buffering=1 << 16)
+        self._path = path
+        try:
+            if path.is_file():
+                remove_cut_line(path)
+            self._file = path.open("ab", buffering=1 << 16)
+        except OSError as error:
+            raise unwritable(path, error) from error
         self._encode = msgspec.json.Encoder().encode
 
     def __call__(self, event: AnyEvent) -> None:
         """Append one event."""
-        self._file.write(self._encode(event) + b"\n")
-        if isinstance(event, StepCommitted | RunFinished | CheckpointSaved | Evaluated):
-            self._file.flush()
+        try:
+            self._file.write(self._encode(event) + b"\n")
+            if isinstance(event, StepCommitted | RunFinished | CheckpointSaved | Evaluated):
+                self._file.flush()
+        except OSError as error:
+            raise unwritable(self._path, error) from error
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise unwritable(self._path, error) from error
 
     def __enter__(self) -> EventLog:
         return self
@@ -347,7 +362,7 @@ class EventLog:
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         try:
             self.close()
-        except OSError:  # a full disk: the error under way was there first
+        except OutputError:  # a full disk: the error under way was there first
             if kind is None:
                 raise
 

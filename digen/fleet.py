@@ -43,6 +43,7 @@ def build_process(
         "gpus": gpus[:1] if alone else gpus,
         "log_dir": log_dir,
         "python": None if alone else workers.python.get(name),
+        "heartbeat_timeout_s": workers.heartbeat_timeout_s,
     }
     num_ranks = workers.num_ranks(name)
     if num_ranks > 1 and not alone:

@@ -151,6 +151,8 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "publish": ((int,), Publication),
     "switch": ((str,), None),
     "save": ((str,), dict[str, Any]),
+    "begin_save": ((str,), None),
+    "saved": ((), dict[str, Any] | None),
     "restore": ((str,), int),
     "evaluate": ((EvaluationRequest,), EvaluationReport),
 }

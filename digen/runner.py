@@ -29,6 +29,7 @@ from digen.diffusion import algorithms, families, rewards
 from digen.errors import ConfigError, DigenError
 from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
 from digen.extras import require
+from digen.files import unwritable
 from digen.fleet import build_workers
 from digen.groups import GroupAssembler
 from digen.machine import look
@@ -69,7 +70,8 @@ class RunReport:
 
     folder: Path
     outcome: str
-    """completed, drained (the first Ctrl-C: the step was finished and a checkpoint saved) or stopped (the second)."""
+    """completed, drained (the first Ctrl-C: the step was finished and a checkpoint saved), preempted (the same, for a
+    SIGUSR1) or stopped (the second Ctrl-C)."""
     steps: tuple[StepReport, ...]
     values: dict[str, Any]
     """The content of ``report.json``."""
@@ -148,6 +150,7 @@ def run(config: RunConfig, *, resume: str | Path | None = None, progress: bool =
 
     In the main thread the first Ctrl-C (or SIGTERM) finishes the step and saves a checkpoint, the second stops at
     once. Before the first step and during an evaluation there is nothing to finish: the first one ends the run.
+    SIGUSR1 is a batch system's notice that the run is about to be ended: the step is finished and a checkpoint saved.
 
     Args:
         config: from :func:`digen.load_config`.
@@ -192,6 +195,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         folder / "checkpoints",
         every=config.checkpoint.every,
         keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
         plan_digest=prepared.plan.digest,
         family=config.model.family,
         settings={
@@ -205,6 +209,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
         _write_config(config, folder)
         sinks: list[Sink] = [
+            checkpoints.note,
             stack.enter_context(EventLog(folder / "events.jsonl")),
             stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
         ]
@@ -233,8 +238,11 @@ def _evaluations(prepared: Prepared, version: int) -> EvaluationRequest | None:
 def _write_reports(folder: Path) -> dict[str, Any]:
     if not (folder / "events.jsonl").stat().st_size:
         return {}
-    write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
-    return write_report(folder)
+    try:
+        write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
+        return write_report(folder)
+    except OSError as error:
+        raise unwritable(folder / "report.html", error) from error
 
 
 def _find(checkpoints: Checkpoints, resume: str | Path, config: RunConfig) -> Path:
@@ -278,12 +286,13 @@ async def _train(
             start_step=start_step,
         )
         async with scheduler:
-            interrupt.scheduler = scheduler
+            interrupt.begin(scheduler)
             steps = [report async for report in scheduler]
         interrupt.scheduler = None
         if scheduler.outcome == "completed" and config.evaluation.at_end:
             await _evaluate(evaluator, prepared, sinks, "after")
-    return tuple(steps), scheduler.outcome
+    outcome = scheduler.outcome
+    return tuple(steps), "preempted" if interrupt.preempted and outcome == "drained" else outcome
 
 
 def _names(prefix: str, count: int) -> list[str]:
@@ -333,11 +342,14 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
 def _write_config(config: RunConfig, folder: Path) -> None:
     """Write ``config.yaml``; one that a resume replaces with another is kept as ``config.1.yaml`` and so on."""
     path, text = folder / "config.yaml", dump_yaml(config)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        number = next(number for number in itertools.count(1) if not (folder / f"config.{number}.yaml").exists())
-        path.rename(folder / f"config.{number}.yaml")
-        log.warning("the config differs from the one before, which is kept", kept=f"config.{number}.yaml")
-    path.write_text(text, encoding="utf-8")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            number = next(number for number in itertools.count(1) if not (folder / f"config.{number}.yaml").exists())
+            path.rename(folder / f"config.{number}.yaml")
+            log.warning("the config differs from the one before, which is kept", kept=f"config.{number}.yaml")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _is_untouched(folder: Path) -> bool:
@@ -347,16 +359,30 @@ def _is_untouched(folder: Path) -> bool:
 
 
 class _Interrupt:
-    """What a signal does: nothing to interrupt yet, drain, then stop."""
+    """What a signal does: nothing to interrupt yet, drain, then stop. SIGUSR1 drains, if need be once steps begin."""
 
     def __init__(self, task: asyncio.Task[Any] | None) -> None:
         self.scheduler: Scheduler | None = None
+        self.preempted = False
+        """Whether a SIGUSR1 came."""
         self._task = task
         self._count = 0
 
+    def begin(self, scheduler: Scheduler) -> None:
+        """From now on there are steps to finish."""
+        self.scheduler = scheduler
+        if self.preempted:
+            scheduler.drain()
+
     def __call__(self, number: int) -> None:
-        self._count += 1
         name = signal.Signals(number).name
+        if number == signal.SIGUSR1:
+            self.preempted = True
+            log.warning("finishing the step and saving a checkpoint: the run is about to be ended", signal=name)
+            if self.scheduler is not None:
+                self.scheduler.drain()
+            return
+        self._count += 1
         if self.scheduler is None:
             if self._task is not None:
                 self._task.cancel(f"interrupted by {name}")
@@ -372,7 +398,8 @@ class _Interrupt:
 async def _interruptible(signals: bool) -> AsyncIterator[_Interrupt]:
     interrupt = _Interrupt(asyncio.current_task())
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} if signals else {}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signals else ()
+    before = {number: signal.getsignal(number) for number in numbers}
     for number in before:
         loop.add_signal_handler(number, interrupt, number)
     try:

@@ -16,6 +16,8 @@ import importlib.util
 import os
 import signal
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +41,10 @@ class Napper:
         time.sleep(seconds)
 
 
-async def deaths(repeats: int) -> tuple[list[float], list[float], list[float]]:
+async def deaths(repeats: int, logs: str) -> tuple[list[float], list[float], list[float]]:
     """Seconds until a SIGKILL in a call is seen, until a replacement is ready, and of a start that replaces none."""
     seen, replaced, own = [], [], []
-    worker = ProcessWorker("napper", "detection:Napper")
+    worker = ProcessWorker("napper", "detection:Napper", log_dir=logs)
     for _ in range(repeats):
         began = time.perf_counter()
         await worker.start()
@@ -60,11 +62,12 @@ async def deaths(repeats: int) -> tuple[list[float], list[float], list[float]]:
     return seen, replaced, own
 
 
-async def hangs(repeats: int, deadline_s: float) -> list[float]:
+async def hangs(repeats: int, deadline_s: float, logs: str) -> list[float]:
     """Seconds until a SIGSTOP in a call is seen by a driver that allows ``deadline_s`` of silence."""
     seen = []
     for _ in range(repeats):
-        async with ProcessWorker("napper", "detection:Napper", heartbeat_timeout_s=deadline_s) as worker:
+        napper = ProcessWorker("napper", "detection:Napper", heartbeat_timeout_s=deadline_s, log_dir=logs)
+        async with napper as worker:
             call = await begun(worker)
             began = time.perf_counter()
             os.kill(pid_of(worker), signal.SIGSTOP)
@@ -114,7 +117,7 @@ def ray_deaths(repeats: int) -> tuple[list[float], list[float], list[float]]:
             ray.kill(other)
         return seen, replaced, own
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         return asyncio.run(measure())
     finally:
@@ -144,8 +147,9 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=1.0, help="heartbeat_timeout_s of those, in seconds")
     parser.add_argument("--no-ray", action="store_true", help="leave Ray out")
     options = parser.parse_args()
-    seen, replaced, own = asyncio.run(deaths(options.repeats))
-    hung = asyncio.run(hangs(options.hangs, options.deadline))
+    with tempfile.TemporaryDirectory() as logs:
+        seen, replaced, own = asyncio.run(deaths(options.repeats, logs))
+        hung = asyncio.run(hangs(options.hangs, options.deadline, logs))
     print(f"{'':<46}{'n':>5}{'median':>10}{'p99':>10}  ms")
     print(row("digen: SIGKILL to the error of the call", seen))
     print(row("digen: SIGKILL to a replacement that is READY", replaced))
@@ -154,7 +158,8 @@ def main() -> None:
     if options.no_ray or importlib.util.find_spec("ray") is None:
         print("Ray: left out" if options.no_ray else "Ray: not installed, so left out")
     else:
-        theirs = ray_deaths(options.repeats)
+        with contextlib.redirect_stdout(sys.stderr):  # Ray tells of every death there
+            theirs = ray_deaths(options.repeats)
         for what, seconds in zip(
             ("SIGKILL to the error of the call", "SIGKILL to another", "start"), theirs, strict=True
         ):

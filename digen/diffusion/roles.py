@@ -42,6 +42,7 @@ from digen.diffusion.families.pipeline import Part
 from digen.diffusion.preview import Cell, Section, cells_of, gather_cells, write_grid
 from digen.diffusion.ranks import Ranks
 from digen.diffusion.rewards.compute import Reward, RewardFunction, build_callable
+from digen.diffusion.saving import Saving
 from digen.diffusion.seeds import INITIAL_NOISE
 from digen.diffusion.sharding import Shards
 from digen.diffusion.state import load_weights
@@ -399,6 +400,7 @@ class TrainerTarget(_Policy):
             folder=self._folder,
         )
         self._learner = Learner(self._family, self._config, self._ranks)
+        self._saving: Saving | None = None
 
     @property
     def version(self) -> int:
@@ -462,6 +464,34 @@ class TrainerTarget(_Policy):
         Several ranks write into the same files, whose hashes rank 0 returns.
         """
         return self._learner.save(Path(folder))
+
+    def begin_save(self, folder: str) -> None:
+        """As :meth:`save`, but only copy what is to be written; it is written while other calls are answered.
+
+        Raises:
+            InvariantViolation: what was begun before has not ended.
+        """
+        if self._saving is not None:
+            raise InvariantViolation(f"asked to save to {folder} before saved() has ended the one before")
+        self._saving = self._learner.begin_save(Path(folder))
+
+    def saved(self) -> dict[str, str] | None:
+        """What :meth:`begin_save` has written, as :meth:`save` returns it; ``None`` while it is being written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            InvariantViolation: nothing is being saved.
+        """
+        if self._saving is None:
+            raise InvariantViolation("saved() without begin_save() before it")
+        try:
+            hashes = self._saving.poll()
+        except BaseException:
+            self._saving = None
+            raise
+        if hashes is not None:
+            self._saving = None
+        return hashes
 
     def restore(self, folder: str) -> int:
         """Continue from what :meth:`save` wrote, bit for bit; returns the version."""

@@ -40,38 +40,63 @@ _DTYPES = {
 """Names of safetensors."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks | None = None) -> str:
-    """Write and fsync a safetensors file; returns its SHA-256 in hexadecimal.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A safetensors file that is to be written, and what this rank writes into it. Every rank has one."""
 
-    Args:
-        path: the file; with several ranks in a folder that all of them see.
-        tensors: whole ones, the same on all ``ranks``, or sharded ones.
-        ranks: who calls this, with the same path, all of them; alone by default. Only rank 0 returns the hash.
+    path: Path
+    """With several ranks in a folder that all of them see."""
+    header: bytes
+    num_bytes: int
+    """Of the whole file."""
+    pieces: tuple[tuple[int, Tensor], ...]
+    """Where this rank writes what, by the number of the first byte."""
+
+    def create(self) -> None:
+        """Make the file, with room for everybody's pieces; one rank does so before any writes."""
+        with self.path.open("wb") as file:
+            file.write(self.header)
+            file.truncate(self.num_bytes)
+
+    def write(self) -> None:
+        """Write this rank's pieces, and fsync."""
+        with self.path.open("r+b") as file:
+            for place, tensor in self.pieces:
+                file.seek(place)
+                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def draft(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, copy: bool = False) -> Draft:
+    """What is to be written of ``tensors``: whole ones, the same on all ``ranks``, or sharded ones.
+
+    With ``copy`` it is copied to the host now, so that the tensors may change before it is written.
     """
-    ranks = ranks or Ranks()
     header, places = _layout(tensors)
-    with ranks.together():
-        if ranks.rank == 0:
-            with path.open("wb") as file:
-                file.write(header)
-                file.truncate(len(header) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
-    with ranks.together(), path.open("r+b") as file:
-        for name, tensor in tensors.items():
-            rows = own_rows(tensor)
-            if is_first_replica(tensor) if rows is not None else ranks.rank == 0:
-                before = 0 if rows is None else rows.start * math.prod(tensor.shape[1:])
-                file.seek(len(header) + places[name] + before * tensor.itemsize)
-                file.write(local(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    with ranks.together():
-        return _sync(path) if ranks.rank == 0 else ""
+    pieces = []
+    for name, tensor in tensors.items():
+        rows = own_rows(tensor)
+        if is_first_replica(tensor) if rows is not None else ranks.rank == 0:
+            before = 0 if rows is None else rows.start * math.prod(tensor.shape[1:])
+            own = local(tensor).to("cpu", copy=True) if copy else local(tensor)
+            pieces.append((len(header) + places[name] + before * tensor.itemsize, own))
+    size = len(header) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    return Draft(path, header, size, tuple(pieces))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write and fsync a safetensors file of whole tensors; returns its SHA-256 in hexadecimal."""
+    found = draft(path, tensors, Ranks())
+    found.create()
+    found.write()
+    return hash_file(path)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> str:
     """Write and fsync a JSON file; returns its SHA-256 in hexadecimal."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return _sync(path)
+    return hash_file(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +195,8 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(8, "little") + text, places
 
 
-def _sync(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Fsync a file; returns its SHA-256 in hexadecimal."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())

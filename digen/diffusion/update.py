@@ -25,8 +25,9 @@ from digen.diffusion.chunks import ForwardSize, ForwardSizes
 from digen.diffusion.families.base import Family
 from digen.diffusion.optim import MovingAverage, WeightCopy, build_optimizer, learning_rate
 from digen.diffusion.ranks import Ranks
+from digen.diffusion.saving import Saving
 from digen.diffusion.sharding import Shards
-from digen.diffusion.state import open_tensors, read_json, write_json, write_tensors
+from digen.diffusion.state import open_tensors, read_json
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.units import padded_units
 from digen.errors import CheckpointError, InvariantViolation, NumericsError, StalenessViolation, StepFailed
@@ -365,7 +366,13 @@ class Learner:
 
         With several ranks ``folder`` must be one that all of them see, and rank 0 alone returns the hashes.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        return self._saving(folder, copy=False).finish()
+
+    def begin_save(self, folder: Path) -> Saving:
+        """As :meth:`save`, but what is saved is copied to the host, and a thread writes it while training goes on."""
+        return self._saving(folder, copy=True)
+
+    def _saving(self, folder: Path, *, copy: bool) -> Saving:
         optimizer = {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -374,12 +381,8 @@ class Learner:
         }
         files = {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer}
         files |= {name: held.tensors for name, held in self._held().items()}
-        hashes = {name: write_tensors(folder / name, tensors, self._ranks) for name, tensors in files.items()}
         state = {"version": self.version, "old_log_probs": self._old_log_probs, "forwards": self._forwards.state()}
-        with self._ranks.together():
-            if self._ranks.rank:
-                return {}
-            return {**hashes, _STATE: write_json(folder / _STATE, state)}
+        return Saving(folder, files, {_STATE: state}, self._ranks, copy=copy)
 
     def _held(self) -> dict[str, WeightCopy]:
         """Weights beside the trained ones, by file name."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from digen.events import AnyEvent, RolledBack, RunStarted, StepCommitted, remove_cut_line
+from digen.files import unwritable
 
 
 class MetricsLog:
@@ -15,13 +16,19 @@ class MetricsLog:
 
     The file can be followed while the run goes on. A last line that a crash cut short is removed first, so that a
     resumed run leaves a file of whole lines. Use as a context manager or call :meth:`close`.
+
+    Raises:
+        OutputError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_file():
-            remove_cut_line(path)
         self._path = path
-        self._file = path.open("ab")
+        try:
+            if path.is_file():
+                remove_cut_line(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise unwritable(path, error) from error
         self._encode = msgspec.json.Encoder(order="deterministic").encode
 
     def __call__(self, event: AnyEvent) -> None:
@@ -32,8 +39,10 @@ class MetricsLog:
             self._keep_before(event.version)
         if isinstance(event, StepCommitted):
             head = {"step": event.step, "version": event.version, "time": event.time}
-            self._file.write(self._encode(head | event.values) + b"\n")
-            self._file.flush()
+            try:
+                self._file.write(self._encode(head | event.values) + b"\n")
+            except OSError as error:
+                raise unwritable(self._path, error) from error
 
     def _keep_before(self, step: int) -> None:
         kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] < step]

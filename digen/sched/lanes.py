@@ -34,8 +34,12 @@ class Checkpointer(Protocol):
         """Whether the weights of ``version`` shall be saved; ``last`` when the run ends with them."""
         ...
 
-    async def save(self, trainer: Any, version: int) -> str:
-        """Save and return the path, complete and durable."""
+    async def save(self, trainer: Any, version: int) -> str | asyncio.Future[str]:
+        """Save and return the path, complete and durable.
+
+        Or return a future of it once the trainer may go on, whose state is copied by then and still being written. It
+        is cancelled when the trainer is lost meanwhile.
+        """
         ...
 
 

@@ -31,10 +31,20 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import msgspec
 
-from digen.errors import ConfigError, DigenError, StalenessViolation, StepFailed
+from digen.errors import (
+    ConfigError,
+    DigenError,
+    ProtocolError,
+    RankFailed,
+    StalenessViolation,
+    StepFailed,
+    WorkerDied,
+    WorkerTimeout,
+)
 from digen.events import (
     AnyEvent,
     BubbleOpened,
+    CheckpointSaved,
     Role,
     RunFinished,
     RunStarted,
@@ -71,6 +81,8 @@ if TYPE_CHECKING:
     from digen.restarts import RestartsSection
 
 _MAX_UNREAD_REPORTS = 10_000
+_WRITING_GRACE_S = 20.0
+"""How long a run that has failed waits for a checkpoint that is being written."""
 
 
 class Scheduler:
@@ -187,6 +199,8 @@ class Scheduler:
         self.outcome = "running"
         """running, completed, drained, stopped or failed."""
         self._num_tasks = 0
+        self._writing: tuple[Task, asyncio.Future[str]] | None = None
+        """The checkpoint that is being written while the trainer goes on."""
         self._state: State
         self._results: Results
         self._recovery: Recovery
@@ -314,7 +328,7 @@ class Scheduler:
     async def _run(self) -> None:
         state = self._state
         try:
-            while not state.finished and not self._stopped:  # 4
+            while not self._over and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
                     while task is not None:
                         self._launch(task)
@@ -333,7 +347,7 @@ class Scheduler:
                 while (task := select_trainer(state, self._policy, self._ask)) is not None:  # 18-22, BTS
                     self._launch(task)
                 self._open_bubbles()
-                if not state.finished:
+                if not self._over:
                     self._apply(await self._inbox.drain())  # 11, 23: every completion of this instant, then decide
         except BaseException as error:
             await self._end("failed" if isinstance(error, Exception) else "stopped", error)
@@ -344,6 +358,10 @@ class Scheduler:
             raise
         drained = state.last_step < self._plan.num_steps
         await self._end("stopped" if self._stopped else "drained" if drained else "completed")
+
+    @property
+    def _over(self) -> bool:
+        return self._state.finished and self._writing is None
 
     def _launch(self, task: Task) -> None:
         worker = task.worker
@@ -365,6 +383,7 @@ class Scheduler:
 
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
         self._readmit()
+        self._look_at_writing()
         for task, result, error in completions:
             now = self._now()  # each time: what follows a completion emits events with later times
             if task.worker.task is not task:
@@ -455,6 +474,7 @@ class Scheduler:
         self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, error, lost.wait_s))
         if worker.role == "trainer":
             self._recovery.trainer_lost()
+            self._give_up_writing()
         elif lost.wait_s is not None:
             self._state.absent[worker.name] = worker
         if worker.role != "trainer":
@@ -516,6 +536,37 @@ class Scheduler:
         self._meter.count("worker/restarts")
         self._emit(WorkerRestarted(now, worker.name, worker.role, version, now - self._lost_at.pop(worker)))
         state.recount_outdated()
+
+    # ---- checkpoints that are written while the trainer goes on --------------------------------------------------
+
+    def _follow_writing(self, task: Task, path: asyncio.Future[str]) -> None:
+        self._writing = task, path
+        path.add_done_callback(lambda _: self._inbox.wake())
+
+    def _look_at_writing(self) -> None:
+        """Say that the checkpoint is complete, if it is by now, or why it is none."""
+        if self._writing is None or not self._writing[1].done():
+            return
+        (task, path), self._writing = self._writing, None
+        error = None if path.cancelled() else path.exception()
+        if error is None and not path.cancelled():
+            self._results.saved(task, path.result())
+        elif error is None or isinstance(error, WorkerDied | WorkerTimeout | ProtocolError | RankFailed):
+            # The trainer is lost, as its next task will find out; at the end of the run that is another save.
+            self._results.unsaved()
+            self._results.save_if_due(last=self._state.step >= self._state.last_step)
+        elif isinstance(error, Exception):
+            raise self._failure(task, error) from error
+        else:
+            raise error
+
+    def _give_up_writing(self) -> None:
+        """It was lost with the trainer, unless it is complete by now."""
+        if self._writing is not None and not self._writing[1].cancel():
+            self._look_at_writing()
+        elif self._writing is not None:
+            self._writing = None
+            self._results.unsaved()
 
     def _open_bubbles(self) -> None:
         if not self._just_idle:
@@ -622,6 +673,7 @@ class Scheduler:
             report=self._report,
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
+            writing=self._follow_writing,
             evaluate=self._evaluate,
         )
         self._recovery = Recovery(
@@ -715,12 +767,26 @@ class Scheduler:
     async def _end(self, outcome: Any, error: BaseException | None = None) -> None:
         """Cancel what runs, account for it, say so."""
         self.outcome = outcome
+        if self._writing is not None:
+            await self._end_writing(outcome == "failed")
         await self._cancel_lanes()
         emit = self._emit if error is None else self._emit_despite
         for lane in self._lanes.values():
             if lane.worker.task is not None:
                 emit(_task_failed(lane.worker.task, self._now(), "cancelled: the run ended"))
         emit(RunFinished(self._now(), outcome, str(error) if error is not None else ""))
+
+    async def _end_writing(self, wait: bool) -> None:
+        """Leave no checkpoint half-written that may yet be complete, though the run has failed for another reason."""
+        assert self._writing is not None  # noqa: S101 - the caller looked
+        task, path = self._writing
+        if wait:
+            await asyncio.wait([path], timeout=_WRITING_GRACE_S)
+        if path.cancel():
+            await asyncio.wait([path])
+        self._writing = None
+        if not path.cancelled() and path.exception() is None:
+            self._emit_despite(CheckpointSaved(self._now(), task.version, path.result()))
 
     def _emit_despite(self, event: AnyEvent) -> None:
         """Emit although the run has failed: a sink that raises now must not hide why."""

@@ -7,6 +7,7 @@ task's end is announced, and some have one that announces what the end brought a
 from __future__ import annotations
 
 import math
+from asyncio import Future
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,6 +56,7 @@ class Results:
         report: gets the StepReport of every commit.
         on_publish: gets every publication.
         checkpointer: says when to save.
+        writing: gets a checkpoint that is still being written.
         evaluate: says what a version is evaluated on.
     """
 
@@ -70,6 +72,7 @@ class Results:
         report: Callable[[StepReport], None],
         on_publish: Callable[[Publication], None] | None,
         checkpointer: Checkpointer | None,
+        writing: Callable[[Task, Future[str]], None],
         evaluate: Callable[[int], EvaluationRequest | None] | None,
     ) -> None:
         self.state = state
@@ -81,6 +84,7 @@ class Results:
         self._report = report
         self._on_publish = on_publish
         self._checkpointer = checkpointer
+        self._writing = writing
         self._evaluate = evaluate
         self._saved_version = state.step
         self._sync = WeightSync(lambda payload: release(state.trainer, payload))
@@ -334,7 +338,14 @@ class Results:
     def _after_evaluation(self, task: Task, report: EvaluationReport) -> None:
         self._emit(Evaluated(self._now(), report.version, report.num_samples, report.metrics))
 
-    def _after_save(self, task: Task, path: str) -> None:
+    def _after_save(self, task: Task, path: str | Future[str]) -> None:
+        if isinstance(path, str):
+            self.saved(task, path)
+        else:
+            self._writing(task, path)
+
+    def saved(self, task: Task, path: str) -> None:
+        """A checkpoint is complete."""
         self._emit(CheckpointSaved(self._now(), task.version, path))
 
     def save_if_due(self, *, last: bool) -> None:

@@ -66,15 +66,15 @@ def _step(trainer: TrainerTarget, micro_batch: Make, step: int) -> None:
     trainer.commit(step, (0,))
 
 
+TRAINS = {"update", "commit", "publish", "switch", "save", "begin_save", "saved", "restore"}
+
+
 @pytest.mark.parametrize(
     ("target", "methods"),
     [
         (GeneratorTarget, {"encode", "generate", "score", "load", "evaluate"}),
-        (TrainerTarget, {"generate", "update", "commit", "publish", "switch", "save", "restore"}),
-        (
-            ColocatedTarget,
-            {"encode", "generate", "score", "evaluate", "update", "commit", "publish", "switch", "save", "restore"},
-        ),
+        (TrainerTarget, {"generate", *TRAINS}),
+        (ColocatedTarget, {"encode", "generate", "score", "evaluate", *TRAINS}),
     ],
 )
 def test_targets_have_the_methods_of_their_role(target: type, methods: set[str]) -> None:

@@ -134,6 +134,8 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
         "publish": (5,),
         "switch": ("generate",),
         "save": ("a/path",),
+        "begin_save": ("a/path",),
+        "saved": (),
         "restore": ("a/path",),
         "evaluate": (EvaluationRequest(1, (Prompt("p"),), 2),),
     }
@@ -144,6 +146,8 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
         "commit": CommitReport(1, 2),
         "switch": None,
         "save": {"file": "x"},
+        "begin_save": None,
+        "saved": {"file": "x"},
         "restore": 3,
         "evaluate": EvaluationReport(1, 2, {"reward": 0.5}),
     }

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from digen import ConfigError, ProcessWorker, WorkerDied, WorkerError, WorkerTimeout
+from digen.config import RunConfig
+from digen.fleet import build_workers
 from digen.workers.child import BEAT, STACKS
 from digen.workers.group import GroupWorker, process_group
 from digen.workers.handle import TargetHandle
@@ -110,7 +112,7 @@ async def while_it_is_built(worker: Make) -> None:
 @pytest.mark.asyncio
 async def test_a_process_that_does_nothing_any_more_is_hung(worker: Make) -> None:
     """Four at once, since each takes its time."""
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         for hung in (
             stopped_in_a_call,
             stopped_while_idle_and_started_again,
@@ -207,6 +209,15 @@ async def test_beats_can_be_left_out(worker: Make) -> None:
     for seconds in (0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="heartbeat_timeout_s"):
             worker(heartbeat_timeout_s=seconds)
+
+
+def test_a_config_says_how_long_a_worker_may_be_silent() -> None:
+    for silence, expected in ((None, None), (12.5, 12.5)):
+        config = RunConfig.model_validate({"workers": {"heartbeat_timeout_s": silence}})
+        silences = [getattr(worker, "_heartbeat_timeout_s", -1) for worker in build_workers(config)]
+        assert silences == [expected, expected]
+    with pytest.raises(ValueError, match="greater than 0"):
+        RunConfig.model_validate({"workers": {"heartbeat_timeout_s": 0}})
 
 
 # ---- given up --------------------------------------------------------------------------------------------------
