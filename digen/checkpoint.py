@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import structlog
@@ -36,6 +36,10 @@ SCHEMA = 1
 _MANIFEST = "manifest.json"
 _STATE = "run.json"
 _VERSION = re.compile(r"step-\d+")
+_FILE = re.compile(r"\w[\w.-]*", re.ASCII)
+"""Names of files in a checkpoint, which has no folders."""
+_MOST_BYTES = 1 << 24
+"""Of a JSON file in a checkpoint; what is longer is none of digen's."""
 _POLL_S = 0.05
 """Between two questions whether a trainer has written its part; each waits for what the trainer does just then."""
 
@@ -43,6 +47,8 @@ Weights = Literal["raw", "ema"]
 """Which weights of a checkpoint: those that are trained, or their exponential moving average."""
 WEIGHT_FILES: dict[Weights, str] = {"raw": "weights.safetensors", "ema": "ema.safetensors"}
 """The files of a checkpoint that hold them."""
+
+_T = TypeVar("_T")
 
 log = structlog.get_logger("digen.checkpoint")
 
@@ -139,9 +145,9 @@ class Checkpoints:
 
     async def _finish(self, version: int, temporary: Path, files: dict[str, str]) -> str:
         """Add the driver's part to a trainer's; not cut short, because another save may follow a cancellation."""
-        reserved = sorted({_STATE, _MANIFEST} & set(files))
-        if reserved:
-            raise CheckpointError(f"{', '.join(reserved)} in {temporary}: the trainer must use another name")
+        bad = [name for name in files if name in {_STATE, _MANIFEST} or not _FILE.fullmatch(name)]
+        if bad:
+            raise CheckpointError(f"{', '.join(map(ascii, bad))} in {temporary}: the trainer must use another name")
         final = self._folder / f"step-{version:06d}"
         reward = self._rewards.get(version)
         state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings, reward)
@@ -285,13 +291,15 @@ def verify(path: Path) -> RunState:
     """
     manifest = path / _MANIFEST
     try:
-        digests = msgspec.json.decode(manifest.read_bytes(), type=dict[str, str])
+        digests = _decoded(manifest, dict[str, str])
     except (FileNotFoundError, NotADirectoryError):
         what = f"it has no {_MANIFEST}" if path.is_dir() else "there is no such folder"
         raise CheckpointError(f"{path} is not a complete checkpoint: {what}") from None
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"checkpoint {path} is broken: {_MANIFEST} cannot be read: {error}") from None
     for name, digest in digests.items():
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"checkpoint {path} is broken: its manifest names {name!r}, which is no file of it")
         try:
             found = _sha256(path / name)
         except OSError as error:
@@ -301,18 +309,27 @@ def verify(path: Path) -> RunState:
     if _STATE not in digests:
         raise CheckpointError(f"checkpoint {path} is broken: its manifest does not name {_STATE}")
     try:
-        state = msgspec.json.decode((path / _STATE).read_bytes(), type=RunState)
-    except msgspec.DecodeError as error:
+        state = _decoded(path / _STATE, RunState)
+    except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"checkpoint {path}: {_STATE} is not valid: {error}") from None
     if state.schema != SCHEMA:
         raise CheckpointError(f"checkpoint {path} has schema {state.schema}; this release reads {SCHEMA}")
     return state
 
 
+def _decoded(path: Path, kind: type[_T]) -> _T:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES)
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
 def _reward(folder: Path) -> float | None:
     """Of an intact ``run.json``; a broken checkpoint is not among the best."""
     try:
-        return msgspec.json.decode((folder / _STATE).read_bytes(), type=RunState).reward
+        return _decoded(folder / _STATE, RunState).reward
     except (OSError, msgspec.DecodeError):
         return None
 

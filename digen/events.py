@@ -44,25 +44,27 @@ Cause = Literal[
     "wait_limit",
     "wait_encode",
     "wait_evaluate",
+    "wait_checkpoint",
     "wait_work",
     "wait_skip",
 ]
 """Why a worker idles.
 
-=============  =====================================================================================
-wait_weights   every micro-batch it may take is dispatched; the next step waits for new weights
-wait_rollout   the trainer waits for a generation to finish
-wait_score     the trainer waits for a score to finish
-wait_group     samples are scored, but their groups are not complete
-wait_order     scored micro-batches wait, but not the next one in index order
-wait_barrier   a stage barrier (modes colocated and naive) holds it back
-wait_hold      ``sync="hold"``: waits until all generators have stopped and loaded
-wait_limit     ``max_generating`` generations are running
-wait_encode    the step's prompts are being encoded
-wait_evaluate  the commit waits until a generator has begun to evaluate the weights that it replaces
-wait_work      nothing is left to do in this run
-wait_skip      the TAG policy skipped this bubble
-=============  =====================================================================================
+===============  =====================================================================================
+wait_weights     every micro-batch it may take is dispatched; the next step waits for new weights
+wait_rollout     the trainer waits for a generation to finish
+wait_score       the trainer waits for a score to finish
+wait_group       samples are scored, but their groups are not complete
+wait_order       scored micro-batches wait, but not the next one in index order
+wait_barrier     a stage barrier (modes colocated and naive) holds it back
+wait_hold        ``sync="hold"``: waits until all generators have stopped and loaded
+wait_limit       ``max_generating`` generations are running
+wait_encode      the step's prompts are being encoded
+wait_evaluate    the commit waits until a generator has begun to evaluate the weights that it replaces
+wait_checkpoint  a checkpoint is due, and the one before is still being written
+wait_work        nothing is left to do in this run
+wait_skip        the TAG policy skipped this bubble
+===============  =====================================================================================
 """
 
 

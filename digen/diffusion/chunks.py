@@ -100,9 +100,9 @@ class ForwardSizes:
         copies = 1 if isinstance(self._optimizer, torch.optim.SGD) else 2
         return [torch.empty_like(parameter) for parameter in parameters for _ in range(copies)]
 
-    def state(self) -> list[list[int]]:
+    def state(self) -> list[tuple[int, int, int, int]]:
         """What :meth:`restore` takes, as plain data."""
-        return [[size.items, size.steps, chosen.items, chosen.steps] for size, chosen in self._chosen.items()]
+        return [(size.items, size.steps, chosen.items, chosen.steps) for size, chosen in self._chosen.items()]
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
         """Use the sizes of an earlier run again."""

@@ -124,7 +124,10 @@ class TensorFile:
         if self.shapes[name] != tuple(parameter.shape):
             whole: Tensor = self._file.get_tensor(name)
             return whole.clone()
-        dtype = {text: dtype for dtype, text in _DTYPES.items()}[self._file.get_slice(name).get_dtype()]
+        text = self._file.get_slice(name).get_dtype()
+        dtype = next((dtype for dtype, known in _DTYPES.items() if known == text), None)
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} is of type {text}, which digen does not write")
         made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self.read({name: made})
         return made
@@ -161,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error}; use an earlier checkpoint") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"checkpoint file {path} does not hold an object; use an earlier checkpoint")

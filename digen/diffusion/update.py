@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -35,6 +37,18 @@ from digen.types import CommitReport, MicroBatch, UpdateReport
 
 _WEIGHTS, _EMA = WEIGHT_FILES["raw"], WEIGHT_FILES["ema"]
 _OPTIMIZER, _ALGORITHM, _STATE = "optimizer.safetensors", "algorithm.safetensors", "state.json"
+
+
+_OldLogProbs = Literal["behaviour", "recompute"] | None
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is no tensor."""
+
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    old_log_probs: _OldLogProbs
+    forwards: list[tuple[_Count, _Count, _Count, _Count]]
 
 
 class Learner:
@@ -75,7 +89,7 @@ class Learner:
         )
         self._step: int | None = None
         self._num_terms: dict[int, int] = {}
-        self._old_log_probs: str | None = None  # decided by the start-up check
+        self._old_log_probs: _OldLogProbs = None  # decided by the start-up check
         chunk = config.algorithm.tsp_chunk
         # An attempt that fails on one rank would leave the others waiting in a collective.
         self._forwards = ForwardSizes("all" if several and chunk == "auto" else chunk, self._optimizer)
@@ -381,8 +395,8 @@ class Learner:
         }
         files = {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer}
         files |= {name: held.tensors for name, held in self._held().items()}
-        state = {"version": self.version, "old_log_probs": self._old_log_probs, "forwards": self._forwards.state()}
-        return Saving(folder, files, {_STATE: state}, self._ranks, copy=copy)
+        state = _State(self.version, self._old_log_probs, self._forwards.state())
+        return Saving(folder, files, {_STATE: msgspec.to_builtins(state)}, self._ranks, copy=copy)
 
     def _held(self) -> dict[str, WeightCopy]:
         """Weights beside the trained ones, by file name."""
@@ -402,7 +416,10 @@ class Learner:
         return self.version
 
     def _restore(self, folder: Path) -> None:
-        state = read_json(folder / _STATE)
+        try:
+            state = msgspec.convert(read_json(folder / _STATE), _State)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"checkpoint file {folder / _STATE}: {error}; use an earlier checkpoint") from None
         wanted = {_WEIGHTS: self._parameters} | {name: held.tensors for name, held in self._held().items()}
         with ExitStack() as stack:
             files = {name: stack.enter_context(open_tensors(folder / name)) for name in (*wanted, _OPTIMIZER)}
@@ -420,9 +437,9 @@ class Learner:
             for name, _, slot in slots:
                 parameter = self._parameters[name]
                 self._optimizer.state[parameter][slot] = files[_OPTIMIZER].like(f"{name}/{slot}", parameter)
-        self.version = int(state["version"])
-        self._old_log_probs = state["old_log_probs"]
-        self._forwards.restore(state["forwards"])
+        self.version = state.version
+        self._old_log_probs = state.old_log_probs
+        self._forwards.restore(state.forwards)
 
 
 def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Tensor:

@@ -29,6 +29,7 @@ _REMEDY = {
     "wait_limit": "schedule.max_generating is reached: raise it",
     "wait_encode": "prompts are encoded too slowly: encode on a GPU, or use a smaller text encoder",
     "wait_evaluate": "commits wait for evaluations: raise evaluation.every, or draw fewer samples",
+    "wait_checkpoint": "checkpoints are written too slowly: raise checkpoint.every, or use a faster disk",
     "wait_skip": "the TAG policy skipped these bubbles: compare with schedule.tag=greedy",
     HANDOVER: "the driver hands out tasks too slowly for their length: try a larger plan.micro_batch_size",
 }

@@ -328,7 +328,7 @@ class Scheduler:
     async def _run(self) -> None:
         state = self._state
         try:
-            while not self._over and not self._stopped:  # 4
+            while not state.finished and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
                     while task is not None:
                         self._launch(task)
@@ -347,7 +347,7 @@ class Scheduler:
                 while (task := select_trainer(state, self._policy, self._ask)) is not None:  # 18-22, BTS
                     self._launch(task)
                 self._open_bubbles()
-                if not self._over:
+                if not state.finished:
                     self._apply(await self._inbox.drain())  # 11, 23: every completion of this instant, then decide
         except BaseException as error:
             await self._end("failed" if isinstance(error, Exception) else "stopped", error)
@@ -358,10 +358,6 @@ class Scheduler:
             raise
         drained = state.last_step < self._plan.num_steps
         await self._end("stopped" if self._stopped else "drained" if drained else "completed")
-
-    @property
-    def _over(self) -> bool:
-        return self._state.finished and self._writing is None
 
     def _launch(self, task: Task) -> None:
         worker = task.worker
@@ -540,14 +536,14 @@ class Scheduler:
     # ---- checkpoints that are written while the trainer goes on --------------------------------------------------
 
     def _follow_writing(self, task: Task, path: asyncio.Future[str]) -> None:
-        self._writing = task, path
+        self._writing, self._state.writing = (task, path), True
         path.add_done_callback(lambda _: self._inbox.wake())
 
     def _look_at_writing(self) -> None:
         """Say that the checkpoint is complete, if it is by now, or why it is none."""
         if self._writing is None or not self._writing[1].done():
             return
-        (task, path), self._writing = self._writing, None
+        (task, path), self._writing, self._state.writing = self._writing, None, False
         error = None if path.cancelled() else path.exception()
         if error is None and not path.cancelled():
             self._results.saved(task, path.result())
@@ -565,7 +561,7 @@ class Scheduler:
         if self._writing is not None and not self._writing[1].cancel():
             self._look_at_writing()
         elif self._writing is not None:
-            self._writing = None
+            self._writing, self._state.writing = None, False
             self._results.unsaved()
 
     def _open_bubbles(self) -> None:

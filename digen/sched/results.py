@@ -7,9 +7,8 @@ task's end is announced, and some have one that announces what the end brought a
 from __future__ import annotations
 
 import math
-from asyncio import Future
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
 from digen.events import (
@@ -42,6 +41,9 @@ from digen.types import (
     UpdateReport,
 )
 
+if TYPE_CHECKING:
+    import asyncio
+
 
 class Results:
     """Takes the results of tasks into the state.
@@ -72,7 +74,7 @@ class Results:
         report: Callable[[StepReport], None],
         on_publish: Callable[[Publication], None] | None,
         checkpointer: Checkpointer | None,
-        writing: Callable[[Task, Future[str]], None],
+        writing: Callable[[Task, asyncio.Future[str]], None],
         evaluate: Callable[[int], EvaluationRequest | None] | None,
     ) -> None:
         self.state = state
@@ -338,7 +340,7 @@ class Results:
     def _after_evaluation(self, task: Task, report: EvaluationReport) -> None:
         self._emit(Evaluated(self._now(), report.version, report.num_samples, report.metrics))
 
-    def _after_save(self, task: Task, path: str | Future[str]) -> None:
+    def _after_save(self, task: Task, path: str | asyncio.Future[str]) -> None:
         if isinstance(path, str):
             self.saved(task, path)
         else:

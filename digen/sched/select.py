@@ -75,6 +75,8 @@ def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     if trainer.busy:
         return None
     if state.trainer_program:
+        if state.saves_late:
+            return None
         kind, argument = state.trainer_program.popleft()
         return _program_task(state, kind, argument)
     alone = state.alone
@@ -167,6 +169,8 @@ def idle_cause(state: State, worker: Worker) -> Cause:
 def _trainer_cause(state: State) -> Cause:
     if state.holding:
         return "wait_hold"
+    if state.saves_late:
+        return "wait_checkpoint"
     if state.step >= state.last_step:
         return "wait_work"
     step = state.current

@@ -214,6 +214,8 @@ class State:
         self.num_evaluating = 0
         self.trainer_program: deque[tuple[TaskKind, Any]] = deque()
         """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
+        self.writing = False
+        """Whether a checkpoint is being written while the trainer goes on."""
         self.bubble_asked = False
         """Whether the policy was asked about the trainer's present bubble."""
         self.bubble_reopened = False
@@ -480,9 +482,14 @@ class State:
             self.holding = False
 
     @property
+    def saves_late(self) -> bool:
+        """Whether the trainer waits for the checkpoint before, to save the next one."""
+        return self.writing and bool(self.trainer_program) and self.trainer_program[0][0] == "checkpoint"
+
+    @property
     def finished(self) -> bool:
-        """Line 4, and nothing left to sync: the run is over, or drained."""
-        if self.step < self.last_step or self.trainer.busy or self.trainer_program or self.publish_due:
+        """Line 4, nothing left to sync, no checkpoint being written: the run is over, or drained."""
+        if self.step < self.last_step or self.trainer.busy or self.trainer_program or self.publish_due or self.writing:
             return False
         evaluated = self.evaluation_due is None and self.num_evaluating == 0
         return self.draining or (self.num_outdated == 0 and evaluated)

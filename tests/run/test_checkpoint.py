@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from digen.checkpoint import Checkpoints, completed, verify
 from digen.errors import CheckpointError
+from digen.events import StepCommitted
 
 
 class FakeTrainer:
@@ -26,6 +32,24 @@ class FakeTrainer:
             (Path(folder) / name).write_bytes(content)
             hashes[name] = hashlib.sha256(content).hexdigest()
         return hashes
+
+
+class WritingTrainer:
+    """Trains on while it writes: what it saves is on disk once it is told."""
+
+    def __init__(self) -> None:
+        self.written = False
+        self.error: Exception | None = None
+        self._folder = ""
+
+    async def begin_save(self, folder: str) -> None:
+        self._folder = folder
+        self.written = False
+
+    async def saved(self) -> dict[str, str] | None:
+        if self.error is not None:
+            raise self.error
+        return await FakeTrainer().save(self._folder) if self.written else None
 
 
 def checkpoints(folder: Path, **changes: Any) -> Checkpoints:
@@ -49,7 +73,7 @@ def test_due_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
 
 def test_a_saved_checkpoint_verifies_and_holds_both_parts(tmp_path: Path) -> None:
     found = checkpoints(tmp_path)
-    path = Path(asyncio.run(found.save(FakeTrainer(), 2)))
+    path = Path(str(asyncio.run(found.save(FakeTrainer(), 2))))
     assert path == tmp_path / "step-000002"
     state = verify(path)
     assert (state.version, state.first_undone_step, state.plan_digest, state.family) == (2, 2, "plan", "digits")
@@ -60,11 +84,10 @@ def test_a_saved_checkpoint_verifies_and_holds_both_parts(tmp_path: Path) -> Non
     assert found.find(path) == found.find(str(path)) == (path, state)
 
 
-@pytest.mark.parametrize("name", ["run.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["run.json", "manifest.json", "../weights"])
 def test_the_drivers_names_are_reserved(tmp_path: Path, name: str) -> None:
     class Greedy:
         async def save(self, folder: str) -> dict[str, str]:
-            (Path(folder) / name).write_text("mine")
             return {name: hashlib.sha256(b"mine").hexdigest()}
 
     with pytest.raises(CheckpointError, match=f"{name}.*another name"):
@@ -75,6 +98,61 @@ def test_the_drivers_names_are_reserved(tmp_path: Path, name: str) -> None:
 def test_the_last_few_stay(tmp_path: Path) -> None:
     save(checkpoints(tmp_path, keep=2), 2, 4, 6, 8)
     assert names(tmp_path) == ["step-000006", "step-000008"]
+
+
+def test_the_best_stay_too(tmp_path: Path) -> None:
+    """Version 4 is the best, 2 the second; what was saved without a reward is none of them."""
+    found = checkpoints(tmp_path, keep=1, keep_best=2)
+    save(found, 1)
+    for version, reward in {2: 0.5, 4: 0.9, 6: 0.4, 8: 0.4, 10: 0.1}.items():
+        found.note(StepCommitted(0.0, version - 1, version, {"reward/mean": reward}))
+        save(found, version)
+    assert names(tmp_path) == ["step-000002", "step-000004", "step-000010"]
+    assert [verify(path).reward for path in completed(tmp_path)] == [0.5, 0.9, 0.1]
+    found.note(StepCommitted(0.0, 11, 12, {"reward/mean": 0.7}))
+    save(found, 12, 14)
+    assert names(tmp_path) == ["step-000004", "step-000012", "step-000014"]
+    assert verify(tmp_path / "step-000014").reward is None
+    save(checkpoints(tmp_path, keep=1), 16)
+    assert names(tmp_path) == ["step-000016"]
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_is_complete_when_it_is_written_and_not_before(tmp_path: Path) -> None:
+    found, trainer = checkpoints(tmp_path), WritingTrainer()
+    first = await found.save(trainer, 2)
+    assert isinstance(first, asyncio.Task)
+    second = asyncio.create_task(found.save(trainer, 4))
+    await asyncio.wait([first, second], timeout=0.2)
+    assert not first.done()
+    assert not second.done(), "it waits for the first"
+    assert names(tmp_path) == []
+    trainer.written = True
+    assert Path(await first) == tmp_path / "step-000002"
+    writing = await second
+    assert isinstance(writing, asyncio.Task)
+    assert verify(tmp_path / "step-000002").version == 2
+    trainer.written = True
+    await writing
+    assert found.find("latest")[1].version == 4
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_given_up_leaves_nothing_that_matters(tmp_path: Path) -> None:
+    """Its trainer is lost: the scheduler cancels it. Or it cannot be written: it says so itself."""
+    found, trainer = checkpoints(tmp_path), WritingTrainer()
+    lost = await found.save(trainer, 2)
+    assert isinstance(lost, asyncio.Task)
+    lost.cancel()
+    failed = await found.save(trainer, 3)
+    assert isinstance(failed, asyncio.Task)
+    assert lost.cancelled()
+    trainer.error = CheckpointError("no space")
+    with pytest.raises(CheckpointError, match="no space"):
+        await failed
+    assert await found.newest() is None
+    assert await found.save(FakeTrainer(), 4) == str(tmp_path / "step-000004")
+    assert os.listdir(tmp_path) == ["step-000004"]  # noqa: PTH208 - pathlib's is a blocking call to the linter
 
 
 def test_versions_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -134,6 +212,11 @@ def forget_state(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def name_another(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"../secret": ""}))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (flip, "is corrupt: weights.safetensors differs from the manifest"),
     "a short file": (truncate, "is corrupt: state.json differs from the manifest"),
@@ -146,6 +229,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a manifest without the driver's part": (forget_state, "does not name run.json"),
     "a driver's part of another shape": (lambda path: edit_state(path, version="two"), "run.json is not valid"),
+    "a file outside of it": (name_another, r"names '\.\./secret', which is no file of it"),
     "another schema": (lambda path: edit_state(path, schema=2), "has schema 2; this release reads 1"),
 }
 
@@ -219,46 +303,110 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-_crash_after: list[int] = []
+_fail_after: list[tuple[int, BaseException]] = []
 
 
-def _crash(event: str, args: tuple[Any, ...]) -> None:
-    """Count down what changes the disk below ``checkpoints``, and crash in place of the last."""
-    if not _crash_after or event not in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
+def _fail(event: str, args: tuple[Any, ...]) -> None:
+    """Count down what changes the disk below ``checkpoints``, and fail in place of the last."""
+    if not _fail_after or event not in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
         return
     if event == "open" and ("crash-here" not in str(args[0]) or str(args[1]).startswith("r")):
         return
-    _crash_after[0] -= 1
-    if _crash_after[0] < 0:
-        raise Crash
+    (count, error), *_ = _fail_after
+    _fail_after[:] = [(count - 1, error)]
+    if not count:
+        raise error
 
 
-sys.addaudithook(_crash)  # cannot be taken back; without a count it does nothing
+sys.addaudithook(_fail)  # cannot be taken back; without a count it does nothing
 
 
-def test_a_crash_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
-    """Every file opened for writing, made, renamed or removed is once the last thing that happens."""
+@pytest.mark.parametrize("fault", [Crash(), OSError(errno.ENOSPC, "No space left on device")], ids=["crash", "full"])
+def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault: BaseException) -> None:
+    """Every file opened for writing, made, renamed or removed is once the last thing that happens, or that fails."""
     outcomes = []
     for point in range(100):
         folder = tmp_path / f"crash-here-{point}"
         found = checkpoints(folder, keep=1)
         save(found, 2)
-        _crash_after[:] = [point]
+        _fail_after[:] = [(point, fault)]
+        failure: BaseException | None = None
         try:
             save(found, 4)
-            crashed = False
-        except Crash:
-            crashed = True
+        except (Crash, CheckpointError, OSError) as error:
+            failure = error
         finally:
-            _crash_after.clear()
+            _fail_after.clear()
         version = found.find("latest")[1].version
         outcomes.append(version)
+        if isinstance(failure, CheckpointError):
+            told = f"checkpoint {folder}/.step-000004.tmp cannot be written: No space left on device; free space there"
+            assert told in str(failure)
         save(found, 6)  # the next attempt does not stumble over what was left
         assert names(folder) == ["step-000006"]
         assert not list(folder.glob(".*"))
-        if not crashed:
+        if failure is None:
             break
-    assert not crashed
+    assert failure is None
     assert outcomes == sorted(outcomes)
-    assert outcomes.count(2) >= 5, "before the rename the old one is the latest"
+    assert outcomes.count(2) >= 4, "before the rename the old one is the latest"
     assert outcomes.count(4) >= 4, "after it the new one, while the old one is being removed"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+"""What may stand where something else is due."""
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """What may happen to a file: bits flip, its end is lost, bytes come in between, it is something else altogether."""
+    kind, place = draw(st.sampled_from(["flip", "cut", "insert", "replace"])), draw(st.integers(0, 1 << 16))
+    content = draw(st.binary(max_size=16) | st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"\xff" * 8]))
+
+    def mutate(old: bytes) -> bytes:
+        at = place % (len(old) + 1)
+        match kind:
+            case "flip":
+                return old[:at] + bytes([old[at] ^ (1 << place % 8)]) + old[at + 1 :] if at < len(old) else old
+            case "cut":
+                return old[:at]
+            case "insert":
+                return old[:at] + content + old[at:]
+        return content
+
+    return mutate
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    return Path(str(asyncio.run(checkpoints(folder).save(FakeTrainer(), 2))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["run.json", "manifest.json", "weights.safetensors"]),
+    mutations() | JSON.map(lambda value: lambda _: json.dumps(value).encode("utf-8", "surrogatepass")),
+    st.booleans(),
+)
+def test_whatever_was_damaged_is_a_checkpoint_error(
+    intact: Path, name: str, mutate: Callable[[bytes], bytes], resigned: bool
+) -> None:
+    """``resigned``: by somebody who knows how the manifest is made."""
+    file, manifest = intact / name, intact / "manifest.json"
+    before, signed = file.read_bytes(), manifest.read_bytes()
+    try:
+        file.write_bytes(mutate(before))
+        if resigned and file != manifest:
+            sums = json.loads(signed) | {name: hashlib.sha256(file.read_bytes()).hexdigest()}
+            manifest.write_text(json.dumps(sums))
+        with contextlib.suppress(CheckpointError):
+            verify(intact)
+            assert resigned or file == manifest or file.read_bytes() == before, "it was not noticed"
+    finally:
+        file.write_bytes(before)
+        manifest.write_bytes(signed)

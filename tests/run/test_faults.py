@@ -86,11 +86,7 @@ def kill(command: Command, name: str) -> None:
 
 def test_killed_workers_and_a_killed_driver_cost_nothing_but_time(site: Site, undisturbed: Site) -> None:
     """gen0 dies in step 1, the trainer in step 2, the driver in step 3; without restarts each time it is resumed."""
-    slow: dict[str, Any] = {
-        "reward__kwargs": {"pause_s": PAUSE_S},
-        "schedule__mode": "tag",
-        "restarts__budget": 0,
-    }
+    slow: dict[str, Any] = {"reward__kwargs": {"pause_s": PAUSE_S}, "schedule__mode": "tag", "restarts__budget": 0}
     command = site.start(**slow)
     command.wait_for_line("saved v1")
     kill(command, "gen0")
