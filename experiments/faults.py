@@ -45,6 +45,7 @@ from digen.errors import (
 )
 from digen.events import (
     AnyEvent,
+    CheckpointSaved,
     MicroBatchSettled,
     Quarantined,
     RolledBack,
@@ -62,8 +63,11 @@ from digen.workers.faulty import ANYWHERE, Fault, FaultPlan, FaultyEncoder, Faul
 MIXES: dict[str, tuple[str, ...]] = {
     "none": (),
     "deaths": ("death", "silent_death"),
+    "silent deaths": ("silent_death",),
     "hangs": ("hang", "late", "slow"),
     "answers": ("garbage", "other_micro_batch", "wrong_checksum", "late", "duplicate"),
+    "garbage": ("garbage", "other_micro_batch"),
+    "weights": ("wrong_checksum", "garbage", "death"),
     "code": ("raise",),
     "rewards": ("no_reward", "death"),
     "numbers": ("nan",),
@@ -186,7 +190,7 @@ def case_of(seed: int) -> Case:
         ),
         mix=draw.choice(list(MIXES)),
         rate=draw.choice([0.01, 0.03, 0.1, 0.25]),
-        limit=draw.choice([1, 2, 4, 8, 1000]),
+        limit=draw.choice([1, 3, 8, 1000]),
         poison=frozenset(poison if draw.random() < 0.1 else []),
         num_generators=0 if mode == "colocated" else draw.randint(1, 4),
         num_scorers=draw.choice([0, 0, 0, 1, 2]),
@@ -234,7 +238,7 @@ def run_case(
     make = partial(FaultyEncoder if case.encodes else FaultyWorker, plan=faults, reward=reward, disk=files)
     generators = [make(f"gen{number}", durations=_durations(draw)) for number in range(case.num_generators)]
     scorers = [make(f"scorer{number}", durations=_durations(draw)) for number in range(case.num_scorers)]
-    trainer = make("trainer", durations=_durations(draw), weights=origin)
+    trainer = make("trainer", durations=_durations(draw), weights=origin, switches=bool(generators))
     ending = ending if ending is not None else Ending()
     ending.faults = faults.happened
 
@@ -311,12 +315,22 @@ def judge(case: Case, ending: Ending) -> None:
     faults = Counter(fault.where.partition("#")[0] for fault in ending.faults if fault.kind in LOSSES)
     for worker, number in lost.items():
         assert number <= faults[worker], f"{worker} was lost {number} times by {faults[worker]} faults"
+        _within_budget(case, ending.events, worker)
     if ending.outcome == "failed":
         _deserved(case, ending)
     else:
         assert ending.outcome == "completed" or case.drain_at_s is not None, ending.outcome
         assert ending.error is None, ending.error
         _trained_once(case, ending)
+
+
+def _within_budget(case: Case, events: list[AnyEvent], worker: str) -> None:
+    rules = case.restarts
+    forgiven = rules.max_attempts * sum(isinstance(event, Quarantined) for event in events)
+    lost = [event for event in events if isinstance(event, WorkerLost) and event.worker == worker]
+    times = [event.time for event in lost if event.restart_in_s is not None]
+    most = max((sum(since <= t < since + rules.window_s for t in times) for since in times), default=0)
+    assert most <= rules.budget + forgiven, f"{worker} was started again {most} times in {rules.window_s} s"
 
 
 def _trained_once(case: Case, ending: Ending) -> None:
@@ -328,6 +342,7 @@ def _trained_once(case: Case, ending: Ending) -> None:
         assert weights.version == case.plan.num_steps, f"ends with version {weights.version}"
         garbage = any(fault.kind == "garbage" and fault.method == "publish" for fault in ending.faults)
         assert garbage or ending.num_lent <= 1, f"{ending.num_lent} publications were not given back"
+        _saved_what_was_due(case, ending)
     size = case.plan.num_micro_batches
     wanted = {
         (step, index): 1
@@ -340,6 +355,14 @@ def _trained_once(case: Case, ending: Ending) -> None:
     if case.bit_identical and ending.outcome == "completed" and not dropped and ending.faults:
         undisturbed = run_case(case_without_drain(case), faultless=True).weights
         assert weights == undisturbed, "the weights are not those of the run without faults"
+
+
+def _saved_what_was_due(case: Case, ending: Ending) -> None:
+    last, every = case.plan.num_steps, case.save_every
+    if every is not None:
+        due = {version for version in range(case.start_step + 1, last + 1) if version == last or version % every == 0}
+        missing = due - {event.version for event in ending.events if isinstance(event, CheckpointSaved)}
+        assert not missing, f"no checkpoint of versions {sorted(missing)}"
 
 
 def case_without_drain(case: Case) -> Case:

@@ -175,6 +175,8 @@ class InvariantChecker:
                 self._generation(event)
             case "score":
                 self._require(stage == "generated", f"scored while {stage or 'not generated'}")
+                generates = self._roles[worker] == "generator"
+                self._require(self._scores_here or not generates, "a generator scores although there are scorers")
                 self._stage[key] = "scoring"
                 self._num_unscored -= 1
             case "update":
@@ -207,8 +209,7 @@ class InvariantChecker:
         if event.kind == "assist":
             self._require(self._roles[event.worker] == "trainer", "an assist away from the trainer")
         elif not run.barrier and self._roles[event.worker] == "generator":
-            scores_here = "scorer" not in (*self._roles.values(), *self._absent.values())
-            self._require(not (scores_here and self._num_unscored), "generates while scores wait")
+            self._require(not (self._scores_here and self._num_unscored), "generates while scores wait")
         self._stage[key] = "generating"
         self._mb_version[key] = event.version
 
@@ -375,6 +376,11 @@ class InvariantChecker:
     def _the_run(self) -> RunStarted:
         assert self._run is not None  # noqa: S101 - __call__ checked
         return self._run
+
+    @property
+    def _scores_here(self) -> bool:
+        """Whether generators score: there are no scorers, nor will any come back."""
+        return "scorer" not in self._roles.values() and "scorer" not in self._absent.values()
 
     def _in_window(self, step: int, version: int) -> bool:
         return 0 <= step - version < self._the_run.window

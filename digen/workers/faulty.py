@@ -52,7 +52,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "restore": ("death", "raise", "slow"),
     "start": ("death", "slow"),
 }
-"""What can go wrong in each method. torn: the checkpoint is damaged after it was written."""
+"""What can go wrong in each method. wrong_checksum: it holds other weights than those that were published, and says so;
+torn: the checkpoint is damaged after it was written."""
 
 
 class Fault(Struct, frozen=True):
@@ -147,6 +148,7 @@ class _Life:
         self.calls = 0
         self.dead = False
         self.lent: list[Payload] = []
+        self.mode = "train"
         self.waiting: list[asyncio.Future[None]] = []
 
 
@@ -161,6 +163,7 @@ class FaultyWorker:
         weights: those of its first life. Later ones begin with the base weights.
         disk: where checkpoints lie, by path.
         late_s: how long a late answer takes.
+        switches: whether it must be switched before it generates and before it updates.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class FaultyWorker:
         weights: Weights | None = None,
         disk: dict[str, Weights] | None = None,
         late_s: float = 1e4,
+        switches: bool = False,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -180,6 +184,7 @@ class FaultyWorker:
         self._reward = reward or (lambda uid, sample: derive_seed(uid, sample) / 2**63)
         self._disk = disk if disk is not None else {}
         self._late_s = late_s
+        self._switches = switches
         self._life = _Life(1, weights.copy() if weights is not None else Weights())
 
     @property
@@ -291,7 +296,8 @@ class FaultyWorker:
             case "other_micro_batch", Rollout(micro_batch=micro_batch):
                 return replace(result, micro_batch=replace(micro_batch, index=micro_batch.index + 1))
             case "wrong_checksum", LoadReport():
-                return replace(result, checksum=result.checksum ^ 1)
+                life.weights.hash ^= 1
+                return replace(result, checksum=derive_seed(life.weights.hash))
             case "nan", Scored():
                 return replace(result, rewards=(float("nan"), *result.rewards[1:]))
             case "nan", _:
@@ -319,6 +325,7 @@ class FaultyWorker:
         before = self._life.weights
 
         def work(life: _Life) -> Rollout:
+            self._in_mode(life, "generate")
             content = derive_seed(
                 before.hash, *micro_batch.seeds("initial-noise"), *(e.payload["hash"] for e in encoded)
             )
@@ -349,6 +356,7 @@ class FaultyWorker:
         step, index = rollout.micro_batch.step, rollout.micro_batch.index
 
         def work(life: _Life) -> UpdateReport:
+            self._in_mode(life, "train")
             if (step, index) in life.gradient:
                 raise DigenError(f"step {step} micro-batch {index} was updated twice")
             life.gradient[step, index] = derive_seed(rollout.payload["content"], *map(repr, advantages))
@@ -391,7 +399,15 @@ class FaultyWorker:
 
     async def switch(self, to: str, /) -> None:
         """Load or offload for an assist."""
-        await self._do("switch", lambda _: None, duration="switch_in" if to == "generate" else "switch_out")
+
+        def work(life: _Life) -> None:
+            life.mode = to
+
+        await self._do("switch", work, duration="switch_in" if to == "generate" else "switch_out")
+
+    def _in_mode(self, life: _Life, mode: str) -> None:
+        if self._switches and life.mode != mode:
+            raise DigenError(f"worker {self.name!r} is switched to {life.mode}, not to {mode}")
 
     async def evaluate(self, request: EvaluationRequest, /) -> EvaluationReport:
         """A number of the weights."""

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from digen.checkpoint import completed, verify
-from digen.events import RunFinished, RunStarted
+from digen.events import RunFinished, RunStarted, WorkerLost
 from digen.sched import check
 from tests.run.harness import PAUSE_S, Command, Site
 
@@ -113,6 +113,31 @@ def test_killed_workers_and_a_killed_driver_cost_nothing_but_time(site: Site, un
     events = site.events()
     assert check(events).steps_committed == [0, 1, 2, 3]
     assert [event.start_step for event in events if isinstance(event, RunStarted)] == [0, 1, 2, 3]
+
+
+def test_killed_and_stopped_workers_come_back_in_the_same_run(site: Site, undisturbed: Site) -> None:
+    """gen0 dies in step 1, the trainer in step 2, and gen0 stops answering in step 3."""
+    command = site.start(
+        reward__kwargs={"pause_s": PAUSE_S},
+        schedule__mode="tag",
+        restarts__deadline_floor_s=2.0,
+        restarts__deadline_factor=3.0,
+    )
+    command.wait_for_line("saved v1")
+    command.worker("gen0").kill()
+    command.wait_for_line("back   gen0")
+    command.wait_for_line("saved v2")
+    command.worker("trainer").kill()
+    command.wait_for_line("back   trainer")
+    command.wait_for_line("saved v3")
+    command.worker("gen0").suspend()
+    assert command.wait() == 0, command.stderr
+    assert site.tensors() == undisturbed.tensors()
+    events = site.events()
+    assert check(events).steps_committed == [0, 1, 2, 3]
+    lost = [(event.worker, event.reason) for event in events if isinstance(event, WorkerLost)]
+    assert lost == [("gen0", "died"), ("trainer", "died"), ("gen0", "hung")]
+    assert "3 workers lost, 3 restarted" in command.stdout
 
 
 def test_interrupts(site: Site, undisturbed: Site) -> None:

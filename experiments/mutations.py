@@ -1,0 +1,245 @@
+"""Can the fault schedules fail? Defects are put into the scheduler one by one, and each must be caught.
+
+    python experiments/mutations.py [--seeds 2000] [--only NAME]      some minutes; prints seeds until each was caught
+
+A defect is a piece of source that is replaced in memory: nothing is written. It is caught at the first seed of
+``experiments/faults.py`` whose run does not end as it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from types import ModuleType
+
+from digen import sched  # noqa: F401 - every module of it is loaded before one is changed
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A mistake that somebody could make."""
+
+    name: str
+    module: str
+    """Below ``digen``."""
+    good: str
+    """Source that occurs in the module once."""
+    bad: str
+    """What stands there with the defect."""
+
+
+DEFECTS = (
+    Defect("no fencing", "sched.loop", "if task.worker.task is not task:", "if False:"),
+    Defect("void results count", "sched.loop", "if task.void or (", "if ("),
+    Defect(
+        "rolled-back tasks stay valid",
+        "sched.state",
+        'task.void = task.kind != "load" or task.version > version',
+        "pass",
+    ),
+    Defect(
+        "window off by one at admission", "sched.admission", "0 < staleness < window and", "0 < staleness <= window and"
+    ),
+    Defect("stale limit off by one", "sched.admission", "num_stale < limit", "num_stale <= limit"),
+    Defect("lost generation is forgotten", "sched.state", "step.pending.appendleft(task.index)", "pass"),
+    Defect(
+        "lost score is forgotten", "sched.recovery", "state.unpop_unscored(state.ledger(task.step), task.index)", "pass"
+    ),
+    Defect("lost encoding is forgotten", "sched.recovery", "state.ledger(task.step).encoder = None", "pass"),
+    Defect(
+        "a lost evaluation still runs",
+        "sched.results",
+        "            self.state.num_evaluating -= 1",
+        "            pass",
+    ),
+    Defect(
+        "a lost start gives twice the quota", "sched.state", "num_stale -= task.stale", "num_stale -= 2 * task.stale"
+    ),
+    Defect(
+        "running generations are not counted down",
+        "sched.state",
+        "        step.lost_versions[task.index] = task.version\n\n    def unpop",
+        "        self.num_generating += 1\n        step.lost_versions[task.index] = task.version\n\n    def unpop",
+    ),
+    Defect("updates are not replayed", "sched.results", "            self.state.current.reopen()", "            pass"),
+    Defect(
+        "replay leaves micro-batches settled",
+        "sched.state",
+        "            self.settled.pop(index, None)\n",
+        "            pass\n",
+    ),
+    Defect(
+        "replay begins in the middle",
+        "sched.state",
+        "        self.taken = {}\n        self.num_updated = 0\n        self.next_index = 0\n",
+        "        self.taken = {}\n        self.num_updated = 0\n",
+    ),
+    Defect(
+        "the update in flight is not replayed",
+        "sched.select",
+        "step.taken[index] = advantages = step.ready.pop(index)",
+        "advantages = step.ready.pop(index)",
+    ),
+    Defect(
+        "a trainer's version is believed",
+        "sched.recovery",
+        "        if version == before:\n",
+        "        if version <= before:\n",
+    ),
+    Defect("no rollback of open steps", "sched.state", "        self.steps.clear()\n", ""),
+    Defect("SQ survives a rollback", "sched.state", "        self.scoring_queue.clear()\n", ""),
+    Defect(
+        "generators keep weights of the lost future",
+        "sched.state",
+        "if worker.version > version or (",
+        "if False and (",
+    ),
+    Defect(
+        "weights of the lost future are still published",
+        "sched.state",
+        "            self.publication = None\n        return payloads",
+        "            pass\n        return payloads",
+    ),
+    Defect(
+        "no publication after a rollback",
+        "sched.recovery",
+        "            num_discarded = self._results.roll_back(version)\n            state.recount_outdated()\n",
+        "            num_discarded = self._results.roll_back(version)\n",
+    ),
+    Defect(
+        "warm start is skipped",
+        "sched.loop",
+        "worker.lost, worker.version, worker.joined = False, version, now",
+        "worker.lost, worker.joined, worker.version = False, now, max(version, worker.version)",
+    ),
+    Defect("checksums are not compared", "sched.sync", "        if got != wanted:", "        if False:"),
+    Defect(
+        "a load that failed reads for ever",
+        "sched.results",
+        "            self._sync.load_failed(*task.argument)",
+        "            pass",
+    ),
+    Defect(
+        "the dead get work", "sched.state", "return self.task is not None or self.lost", "return self.task is not None"
+    ),
+    Defect(
+        "a reserved assist is forgotten",
+        "sched.recovery",
+        "                state.undispatch(state.ledger(argument.step), argument)",
+        "                pass",
+    ),
+    Defect(
+        "a checkpoint that was due is forgotten",
+        "sched.results",
+        "        self._saved_version = NO_VERSION",
+        "        pass",
+    ),
+    Defect("the trainer stays switched", "sched.recovery", "state.switched = state.bubble_asked", "state.bubble_asked"),
+    Defect(
+        "without generators the trainer works alone",
+        "sched.state",
+        'not self.generators and not self._expects("generator")',
+        "not self.generators",
+    ),
+    Defect(
+        "without scorers generators score",
+        "sched.state",
+        'bool(self.scorers) or self._expects("scorer")',
+        "bool(self.scorers)",
+    ),
+    Defect("poison is tried for ever", "sched.recovery", "if len(failed) >= self._rules.max_attempts:", "if False:"),
+    Defect(
+        "poison comes back with a rollback",
+        "sched.recovery",
+        "        self._quarantined.append((task, error))",
+        "        pass",
+    ),
+    Defect("the budget is never used up", "sched.recovery", "        recent.append(now)\n", ""),
+    Defect("hung workers are not killed in time", "sched.loop", "if lane.killable else None", "if False else None"),
+    Defect(
+        "a restart uses another seed",
+        "workers.faulty",
+        '*micro_batch.seeds("initial-noise")',
+        'life.number, *micro_batch.seeds("initial-noise")',
+    ),
+    Defect(
+        "metrics of a lost gradient are kept",
+        "sched.results",
+        "        self._trained = []\n        if self.state.step in",
+        "        if self.state.step in",
+    ),
+)
+
+
+def plant(defect: Defect) -> None:
+    """Put a defect into this process."""
+    module = importlib.import_module(f"digen.{defect.module}")
+    source = inspect.getsource(module)
+    if source.count(defect.good) != 1:
+        raise SystemExit(
+            f"{defect.name}: {defect.good!r} occurs {source.count(defect.good)} times in {module.__name__}"
+        )
+    _reload(module, source.replace(defect.good, defect.bad))
+
+
+def _reload(module: ModuleType, source: str) -> None:
+    """Give the classes and functions of a module that are in use other code."""
+    fresh = ModuleType(module.__name__)
+    fresh.__dict__.update(__name__=module.__name__, __file__=module.__file__, __package__=module.__package__)
+    code = compile(source, str(module.__file__), "exec")
+    sys.modules[module.__name__], before = fresh, module
+    exec(code, fresh.__dict__)  # noqa: S102 - our own source, to see whether a mistake in it is found
+    sys.modules[module.__name__] = before
+    for name, value in vars(fresh).items():
+        old = vars(before).get(name)
+        if inspect.isclass(value) and value.__module__ == module.__name__ and inspect.isclass(old):
+            for member, made in vars(value).items():
+                if inspect.isfunction(made) or isinstance(made, property | staticmethod | classmethod):
+                    setattr(old, member, made)
+        elif inspect.isfunction(value) and inspect.isfunction(old) and value.__module__ == module.__name__:
+            old.__code__ = value.__code__
+
+
+def seeds_until_caught(defect: Defect, num_seeds: int) -> tuple[int, str]:
+    """How many seeds it takes, and what gives it away; -1 if none of them does."""
+    from experiments.faults import failure_of
+
+    plant(defect)
+    for seed in range(num_seeds):
+        failure, _ = failure_of(seed)
+        if failure:
+            return seed + 1, failure.splitlines()[0]
+    return -1, "not caught"
+
+
+def run(index: int, num_seeds: int) -> tuple[int, str]:
+    """For a process of its own."""
+    return seeds_until_caught(DEFECTS[index], num_seeds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    chosen = [index for index, defect in enumerate(DEFECTS) if options.only in defect.name]
+    started, num_missed = time.monotonic(), 0
+    print(f"{'defect':46}{'seeds':>6}  caught by")
+    with ProcessPoolExecutor(options.processes, max_tasks_per_child=1) as pool:
+        results = pool.map(run, chosen, [options.seeds] * len(chosen))
+        for index, (seeds, how) in zip(chosen, results, strict=True):
+            num_missed += seeds < 0
+            print(f"{DEFECTS[index].name:46}{seeds:>6}  {how[:110]}", flush=True)
+    print(f"{len(chosen) - num_missed} of {len(chosen)} defects caught in {time.monotonic() - started:.0f} s")
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
