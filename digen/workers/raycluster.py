@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -124,6 +125,8 @@ class RayCluster:
                 f"Ray was not ready within {self._start_timeout_s} s ({self.address or 'a cluster of this machine'}); "
                 "raise workers.start_timeout_s, or see the logs in /tmp/ray/session_latest/logs"
             ) from None
+        if self._holds:
+            _retake_sigterm()
 
 
 class Placement:
@@ -320,6 +323,13 @@ def _init(ray: Any, address: str | None) -> None:
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         what = "no Ray cluster could be started here" if address is None else f"cannot join the Ray cluster {address}"
         raise ConfigError(f"{what}: {in_one_line(error)}") from error
+
+
+def _retake_sigterm() -> None:
+    """Take the signal back from Ray's native code, which prints stack traces before it calls who had it before."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _disconnect(*_: Any) -> None:

@@ -415,7 +415,7 @@ class DriverCodec(CallCodec):
         return Lease(ref, segment, self)
 
 
-def reference(ref: PayloadRef) -> Ext:
+def reference(ref: PayloadRef | None) -> Ext:
     """What stands for a payload in a message."""
     return Ext(_PAYLOAD, _encode_ref(ref))
 

@@ -67,7 +67,7 @@ class Bench:
                 if parameter.grad is not None:
                     gradients[f"{step}/{name}"] = whole(parameter.grad).clone()
             reports.append(learner.commit(step, range(len(batches))))
-        hashes = {} if made.save is None else learner.save(Path(made.save))
+        hashes = {} if made.save is None else learner.begin_save(Path(made.save)).finish()
         arrays = {name: tensor.contiguous() for name, tensor in (gradients | state(learner)).items()}
         if made.arrays is not None and self._ranks.rank == 0:
             save_file(arrays, made.arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -255,6 +256,22 @@ def test_a_restored_trainer_continues_bit_for_bit(data: Data, micro_batch: Make,
     assert resumed.restore(str(tmp_path / "one")) == 1 == resumed.version
     _step(resumed, micro_batch, 1)
     assert _bits(resumed) == _bits(straight)
+
+
+def test_a_trainer_writes_while_it_trains_on(data: Data, micro_batch: Make, tmp_path: Path) -> None:
+    trainer = TrainerTarget(data())
+    _step(trainer, micro_batch, 0)
+    hashes = trainer.save(str(tmp_path / "one"))
+    with pytest.raises(InvariantViolation, match="without begin_save"):
+        trainer.saved()
+    trainer.begin_save(str(tmp_path / "two"))
+    with pytest.raises(InvariantViolation, match="has ended the one before"):
+        trainer.begin_save(str(tmp_path / "three"))
+    _step(trainer, micro_batch, 1)
+    deadline = time.monotonic() + 30
+    while (found := trainer.saved()) is None:
+        assert time.monotonic() < deadline
+    assert found == hashes
 
 
 def test_scores_are_rewards_of_the_last_latents(generator: GeneratorTarget, micro_batch: Make) -> None:

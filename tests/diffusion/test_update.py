@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch.distributions import Normal
 
 from digen.config import RunConfig
 from digen.diffusion.optim import MovingAverage, ema_decay, learning_rate
 from digen.diffusion.sampler import sample_sde
+from digen.diffusion.state import Draft
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.update import Learner
 from digen.errors import CheckpointError, InvariantViolation, NumericsError, StalenessViolation, StepFailed
@@ -476,6 +484,94 @@ def test_a_restored_run_continues_bit_for_bit(
     assert resumed.restore(tmp_path / "three") == 3
     _run(resumed, micro_batch, range(3, 6))
     assert resumed.save(tmp_path / "resumed") == straight.save(tmp_path / "straight")
+
+
+def test_commits_do_not_tear_what_is_being_written(
+    toy: Any, micro_batch: Make, config: Config, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is held up until two more steps are trained."""
+    learner = Learner(toy(torch.float32), config(optimizer__ema_decay=0.9))
+    _run(learner, micro_batch, range(1))
+    wanted = learner.save(tmp_path / "at once")
+    trained, write = threading.Event(), Draft.write
+
+    def held_up(draft: Draft) -> None:
+        assert trained.wait(30)
+        write(draft)
+
+    monkeypatch.setattr(Draft, "write", held_up)
+    saving = learner.begin_save(tmp_path / "beside")
+    _run(learner, micro_batch, range(1, 3))
+    assert saving.poll() is None
+    trained.set()
+    assert saving.finish() == wanted
+    assert saving.poll() == wanted
+    assert learner.restore(tmp_path / "beside") == 1
+
+
+def test_a_disk_that_is_full_is_named(
+    toy: Any, micro_batch: Make, config: Config, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Learner(toy(torch.float32), config())
+    _run(learner, micro_batch, range(1))
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    with pytest.raises(CheckpointError, match=rf"checkpoint {blocked} \(0\.0 MB\) cannot be written: File exists"):
+        learner.begin_save(blocked)
+
+    def full(draft: Draft) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Draft, "write", full)
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; free space there"):
+        learner.save(tmp_path / "full")
+    monkeypatch.undo()
+    assert learner.save(tmp_path / "free") == learner.save(tmp_path / "again")
+
+
+DAMAGED = st.sampled_from(["state.json", "weights.safetensors", "optimizer.safetensors", "ema.safetensors"])
+HEADERS = st.sampled_from(
+    [b"\xff" * 8, (2**40).to_bytes(8, "little"), (8).to_bytes(8, "little") + b'{"a":{}}', b"[" * 99_999]
+)
+VALUES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3) | st.just([[1, 2]])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    DAMAGED,
+    st.integers(0, 4000),
+    st.none() | HEADERS | st.binary(max_size=12),
+    st.dictionaries(st.sampled_from(["version", "old_log_probs", "forwards", "more"]), VALUES, min_size=1),
+)
+def test_whatever_was_damaged_is_a_checkpoint_error(
+    saved: tuple[Learner, Path], name: str, place: int, content: bytes | None, values: dict[str, Any]
+) -> None:
+    """A bit flips, the end is lost, bytes are others, or values have another type; or nothing is wrong with it."""
+    learner, folder = saved
+    file = folder / name
+    before = file.read_bytes()
+    at = place % len(before)
+    if name == "state.json" and content is None:
+        damaged = json.dumps(json.loads(before) | values).encode()
+    elif content is None:
+        damaged = before[:at] + bytes([before[at] ^ (1 << place % 8)]) + before[at + 1 :]
+    else:
+        damaged = content + before[len(content) :] if place % 2 else before[:at] + content
+    try:
+        file.write_bytes(damaged)
+        with suppress(CheckpointError):
+            learner.restore(folder)
+    finally:
+        file.write_bytes(before)
+    assert learner.restore(folder) == 1
+
+
+@pytest.fixture
+def saved(toy: Any, micro_batch: Make, config: Config, tmp_path: Path) -> tuple[Learner, Path]:
+    learner = Learner(toy(torch.float32), config(optimizer__ema_decay=0.9))
+    _run(learner, micro_batch, range(1))
+    learner.save(tmp_path)
+    return learner, tmp_path
 
 
 def test_an_untrained_learner_can_be_saved(toy: Any, micro_batch: Make, config: Config, tmp_path: Any) -> None:

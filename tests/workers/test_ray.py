@@ -380,11 +380,14 @@ cluster = RayCluster()
 worker = ray_worker("w", "targets:Misc", cluster=cluster)
 unwanted = {"ray", "vllm", "torch", "numpy"} & set(sys.modules)
 assert not unwanted, unwanted
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
 before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
 
 async def main():
     async with cluster, worker:
         assert cluster.is_ours
+        os.kill(os.getpid(), signal.SIGTERM)  # it is the program's alone
         assert await worker.call("echo", 1) == [1]
         environ = await worker.call("environ")
         assert "HF_TOKEN" not in environ
@@ -398,6 +401,7 @@ async def main():
 
 ours = asyncio.run(main())
 assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+assert received == ["SIGTERM"]
 assert psutil.wait_procs(ours, timeout=10)[1] == []
 assert not sys.modules["ray"].is_initialized()
 print("fine")
