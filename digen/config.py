@@ -587,6 +587,11 @@ class RunConfig(Section):
                 raise ValueError("workers.weights.channel=broadcast needs schedule.sync=hold, where all load at once")
             if self.workers.type == "ray":
                 raise ValueError("workers.weights.channel=broadcast is for one machine; with workers.type=ray: memory")
+            if self.restarts.budget:
+                raise ValueError(
+                    "workers.weights.channel=broadcast sends weights once, so that a worker that is started again could "
+                    "not join; set restarts.budget=0, or take memory"
+                )
         return self
 
     @property

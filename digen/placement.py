@@ -7,10 +7,12 @@ run: ``digen train`` refuses to start, ``digen check`` and ``digen doctor`` say 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from digen import judges
@@ -58,6 +60,9 @@ def missing(config: RunConfig, machine: Machine, plan: Plan | None = None) -> li
     if workers.type == "ray":
         return found + _tried(lambda: require_extra("ray"))  # everything else is a matter of its nodes
     found += _missing_gpus(config, machine)
+    found += _unwritable("run.output", config.run.output) + _unwritable(
+        "workers.weights.folder", workers.weights.folder
+    )
     for name in _omni(config):
         if name not in workers.python and find_spec("vllm_omni") is None:
             found.append(
@@ -229,9 +234,10 @@ def _idle_ranks(config: RunConfig) -> list[str]:
     for name, ranks in _sharing(config).items():
         if unit is not None and (count := -(-size // unit)) % ranks:
             even = _even_unit(size, ranks, min(unit, size))
+            idle = f"{ranks - count} of them never have work" if count < ranks else "some wait"
             mend = f"; with model.forward_batch={even} none does" if even else ""
             forwards = f"the {count} forwards of" if count > 1 else "the only forward of"
-            said.append(f"{name}: {ranks} ranks cannot share {forwards} a micro-batch evenly, so that some wait{mend}")
+            said.append(f"{name}: {ranks} ranks cannot share {forwards} a micro-batch evenly: {idle}{mend}")
     if unit is None and (ranks := config.workers.num_ranks("trainer")) > 1 and config.algorithm.tsp_chunk != 1:
         said.append(
             f"trainer: {ranks} ranks share the forwards of a micro-batch, which may be a single one; set "
@@ -277,6 +283,16 @@ def _missing_gpus(config: RunConfig, machine: Machine) -> list[str]:
     have = f"shows {count}, numbered from 0" if count else "shows none"
     mend = "change workers.gpus" if count else "go where there are some, or take model.device=cpu without workers.gpus"
     return [f"GPUs that this machine has not: {who}; it {have} ({machine.gpus_from}): {mend}"]
+
+
+def _unwritable(field: str, folder: Path | None) -> list[str]:
+    """Whether a folder can neither be written nor made, as far as permissions tell."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None) if folder else None
+    if there is None or (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        return []
+    return [
+        f"{field}: nothing can be written in {folder}, because {there} is not a folder that you may write; change it"
+    ]
 
 
 def _sharers(config: RunConfig) -> dict[int, list[str]]:

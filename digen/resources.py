@@ -154,7 +154,7 @@ class WorkersSection(Section):
     """Checksum every payload in shared memory (weights are always checked)."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest time until a worker is READY."""
-    heartbeat_timeout_s: Annotated[float, Field(gt=0)] | None = 60.0
+    heartbeat_timeout_s: Annotated[float, Field(ge=1)] | None = 60.0
     """Longest silence of a thread of a worker process that beats whatever is computed. After it the process is hung
     and is killed. null: any, for example to stop a worker in a debugger. Not of workers of type ray."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 5.0

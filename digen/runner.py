@@ -183,7 +183,7 @@ def how_to_continue(folder: Path) -> str:
     if saved := completed(folder / "checkpoints"):
         return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest"
     if _is_untouched(folder):
-        return "nothing was trained; the same command starts again, once what went wrong is mended"
+        return "nothing was trained; the same command starts again"
     return f"no checkpoint was saved; delete {folder} to start again"
 
 
@@ -207,6 +207,7 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
     )
     with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
         checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
+        _make_weights_folder(config)
         _write_config(config, folder)
         sinks: list[Sink] = [
             checkpoints.note,
@@ -337,6 +338,16 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
         except OSError:
             raise ConfigError(f"another process is running in {folder}; wait for it or choose another name") from None
         yield
+
+
+def _make_weights_folder(config: RunConfig) -> None:
+    """Find out before anything is trained."""
+    section = config.workers.weights
+    if section.folder is not None and config.workers.type == "process":
+        try:
+            section.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"workers.weights.folder: {section.folder} cannot be made: {error.strerror}") from None
 
 
 def _write_config(config: RunConfig, folder: Path) -> None:

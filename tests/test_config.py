@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Iterator
 from decimal import Decimal
@@ -11,6 +13,8 @@ from typing import Any
 import annotated_types
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -421,6 +425,10 @@ def test_running_code_of_a_model_is_refused_wherever_it_is_asked_for(key: str, v
             {"workers.weights.channel": "broadcast", "schedule.sync": "hold", "workers.type": "ray"},
             r"broadcast is for one machine; with workers\.type=ray: memory",
         ),
+        (
+            {"workers.weights.channel": "broadcast", "schedule.sync": "hold"},
+            r"a worker that is started again could not join; set restarts\.budget=0",
+        ),
         ({"workers.weights.folder": "x"}, r"workers\.weights: folder is of the channel files, but channel is auto"),
         (
             {"workers.weights.channel": "broadcast", "workers.weights.skip_unchanged": True},
@@ -432,3 +440,76 @@ def test_running_code_of_a_model_is_refused_wherever_it_is_asked_for(key: str, v
 def test_weight_channels_that_cannot_be(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+LETTERS = "ab.:[]{}&*!?-'\"\0\x85\n é1"
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(LETTERS, max_size=6) | st.just("1e400"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(LETTERS, max_size=6) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+"""What may stand where something else is due."""
+DEFAULTS: dict[str, Any] = yaml.safe_load(dump_yaml(RunConfig()))
+NAMES = [f"{section}.{field}" for section, fields in DEFAULTS.items() for field in fields]
+
+
+@contextlib.contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Nothing is raised, or a ConfigError of one line."""
+    said = ""
+    try:
+        yield
+    except ConfigError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), VALUE), min_size=1, max_size=3), st.booleans())
+def test_a_value_of_any_type_is_taken_or_refused_in_one_line(values: list[tuple[str, Any]], whole: bool) -> None:
+    """``whole``: in place of the section."""
+    data = copy.deepcopy(DEFAULTS)
+    for name, value in values:
+        section, field = name.split(".")
+        if whole or not isinstance(data[section], dict):
+            data[section] = value
+        else:
+            data[section][field] = value
+    with refused_in_one_line():
+        dump_yaml(validate(data, "here"))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("config") / "config.yaml"
+
+
+TEXT = dump_yaml(RunConfig()).encode()
+GIANTS = [
+    b"[" * 5_000,
+    b"a: " * 3_000,
+    b"a: &a [*a]",
+    b"run: !!python/object:os.system {}",
+    b"9" * 5_000,
+    b"? " * 2_000,
+]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, len(TEXT)), st.binary(max_size=6) | st.sampled_from(GIANTS), st.booleans())
+def test_a_damaged_file_is_taken_or_refused_in_one_line(file: Path, at: int, content: bytes, cut: bool) -> None:
+    file.write_bytes(TEXT[:at] + content + (b"" if cut else TEXT[at + len(content) :]))
+    with refused_in_one_line():
+        load_config(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(LETTERS, max_size=12) | st.sampled_from(NAMES),
+    st.text(LETTERS, max_size=12) | st.sampled_from(["[" * 400, "a: &a [*a]", "!!python/object:os.system {}"]),
+)
+def test_an_override_of_any_text_is_taken_or_refused_in_one_line(key: str, value: str) -> None:
+    with refused_in_one_line():
+        load_config(None, {key: value})

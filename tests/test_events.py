@@ -11,6 +11,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from digen.errors import OutputError
 from digen.events import (
     AnyEvent,
     BubbleOpened,
@@ -21,19 +22,25 @@ from digen.events import (
     GroupCompleted,
     GroupDropped,
     MicroBatchSettled,
+    Quarantined,
     Rewarded,
+    RolledBack,
     RunFinished,
     RunStarted,
     StepCommitted,
     TagDecided,
     TaskFailed,
     TaskFinished,
+    TaskRetried,
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
+    WorkerRestarted,
     fan_out,
     read_events,
 )
+from digen.types import GroupSlice, MicroBatch, Prompt
 
 ROOT = Path(__file__).parents[1]
 
@@ -69,6 +76,20 @@ EVENTS: list[AnyEvent] = [
     CheckpointSaved(time=1.8, version=1, path="runs/a/1"),
     Evaluated(time=1.9, version=1, num_samples=10, metrics={"reward": 1.0}),
     WorkerLeft(time=2.0, worker="gen0", reason="removed"),
+    WorkerLost(time=2.01, worker="gen0", role="generator", reason="hung", error="no heartbeat", restart_in_s=None),
+    WorkerRestarted(time=2.02, worker="trainer", role="trainer", version=1, down_s=2.5),
+    TaskRetried(time=2.03, kind="score", step=0, index=3, attempt=2, error="died"),
+    Quarantined(
+        time=2.04,
+        kind="generate",
+        step=0,
+        index=3,
+        attempts=3,
+        error="died",
+        micro_batch=MicroBatch(1, 0, 3, (GroupSlice("s0p0", Prompt("a", {"label": 1}), 0, 2, 4),)),
+        story=("generated on gen0",),
+    ),
+    RolledBack(time=2.05, version=1, from_version=3, num_discarded=4),
     RunFinished(time=2.1, outcome="failed", error="WorkerDied: gen0"),
 ]
 
@@ -211,9 +232,10 @@ def test_a_full_disk_is_an_error_not_a_silent_loss() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("/dev/full is a Linux device")
     log = EventLog(Path("/dev/full"))
-    with pytest.raises(OSError, match="No space left"):
+    told = "/dev/full cannot be written: No space left on device; free space there"
+    with pytest.raises(OutputError, match=told):
         log(StepCommitted(time=1.0, step=0, version=1, values={}))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OutputError, match=told):
         log.close()
 
 

@@ -36,6 +36,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "schema",
                 "events",
                 "extras",
+                "files",
                 "plan",
                 "groups",
                 "data",

@@ -90,7 +90,7 @@ def test_what_contradicts_itself(values: dict[str, Any], words: list[str]) -> No
         {"workers.ranks": {"trainer": 2}, "workers.fsdp": {"assist": "replica", "cpu_offload": True}},
         {"workers.fsdp": {"replicas": 1, "assist": "sharded"}},
         {"workers.weights": {"channel": "files", "folder": "/x"}},
-        {"workers.weights": {"channel": "broadcast"}, "schedule.sync": "hold"},
+        {"workers.weights": {"channel": "broadcast"}, "schedule.sync": "hold", "restarts.budget": 0},
         {"workers.ray": {"cpus_per_rank": 1}},
         {"workers.type": "ray", "workers.ray": {"cpus_per_rank": 2}},
     ],
@@ -202,3 +202,14 @@ def test_the_driver_stays_without_torch_and_ray() -> None:
     code = "import sys, digen.runner, digen.doctor; print(sorted({'torch', 'ray', 'numpy', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
+
+
+def test_folders_that_cannot_be_written_are_missing(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    found = placement.missing(
+        config({"run.output": str(taken / "runs"), "workers.weights": {"channel": "files", "folder": str(taken)}}),
+        NO_GPU,
+    )
+    assert [line.split(":")[0] for line in found] == ["run.output", "workers.weights.folder"]
+    assert all(f"because {taken} is not a folder" in line for line in found)

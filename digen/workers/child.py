@@ -1,4 +1,4 @@
-"""What runs in a worker process: ``python -m digen.workers.child FD PARENT [BEAT_FD SECONDS]``.
+"""What runs in a worker process: ``python -m digen.workers.child FD PARENT NAME [BEAT_FD SECONDS]``.
 
 It imports a target by name, builds it, says READY, and then answers one call after the other on its socket until the
 driver closes it. Meanwhile a thread of it beats, whatever the target does. It imports no torch, no numpy and no asyncio
@@ -50,8 +50,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
     die_with(parent)
     os.set_inheritable(fd, False)
-    if len(sys.argv) > 3:
-        beat(int(sys.argv[3]), float(sys.argv[4]))
+    if len(sys.argv) > 4:
+        beat(int(sys.argv[4]), float(sys.argv[5]))
     with socket.socket(fileno=fd) as sock, contextlib.suppress(ConnectionError):
         serve(sock)
 

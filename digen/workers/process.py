@@ -246,7 +246,7 @@ class ProcessWorker(TargetHandle):
             process = subprocess.Popen(  # noqa: S603 - an interpreter that the user names, and our own module
                 [
                     self._python or sys.executable,
-                    *("-P", "-u", "-m", "digen.workers.child", str(theirs.fileno()), str(os.getpid())),
+                    *("-P", "-u", "-m", "digen.workers.child", str(theirs.fileno()), str(os.getpid()), self.name),
                     *pulse.arguments,
                 ],
                 stdin=subprocess.DEVNULL,

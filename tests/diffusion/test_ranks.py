@@ -290,8 +290,8 @@ def test_ranks_that_have_nothing_to_share_are_refused(changes: dict[str, Any], m
     [
         ({"gen0": 2}, 6, []),
         ({"gen0": 2}, 8, ["gen0: 2 ranks cannot share the 3 forwards.*; with model.forward_batch=6 none does"]),
-        ({"gen0": 2, "gen1": 3}, 24, ["gen0: 2 .* the only forward of .*=12 none", "gen1: 3 .*=8 none"]),
-        ({"gen0": 25}, 1, ["gen0: 25 ranks cannot share the 24 forwards of a micro-batch evenly, so that some wait$"]),
+        ({"gen0": 2, "gen1": 3}, 24, ["gen0: 2 .* the only forward of .*: 1 of .*=12 none", "gen1: 3 .*=8 none"]),
+        ({"gen0": 25}, 1, ["gen0: 25 ranks cannot share the 24 forwards of .* evenly: 1 of them never have work$"]),
         ({"trainer": 2}, None, ["trainer: 2 ranks .* may be a single one; set .*=12, or algorithm.tsp_chunk=1"]),
     ],
 )

@@ -354,8 +354,10 @@ def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text("a./\0\n\ud800", max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("a./\0\n\ud800", max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 """What may stand where something else is due."""

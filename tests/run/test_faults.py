@@ -5,9 +5,13 @@ Each ends in an exit code and one line, leaves no process behind, and can be con
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -147,10 +151,7 @@ def test_interrupts(site: Site, undisturbed: Site) -> None:
     command.wait_until(lambda: len(command.workers()) == 2)
     command.send(signal.SIGINT)
     assert command.wait(10) == 130
-    assert lines(command) == [
-        "digen: interrupted",
-        "nothing was trained; the same command starts again, once what went wrong is mended",
-    ]
+    assert lines(command) == ["digen: interrupted", "nothing was trained; the same command starts again"]
     assert not command.workers()
     refused = site.start("--resume", "latest", **slow)
     assert refused.wait() == 2
@@ -191,3 +192,68 @@ def test_interrupts(site: Site, undisturbed: Site) -> None:
     assert check(events).steps_committed == [0, 1, 2, 3]
     outcomes = [event.outcome for event in events if isinstance(event, RunFinished)]
     assert outcomes == ["drained", "stopped", "completed"]
+
+
+def test_a_preemption_notice_saves_and_exits_with_0(site: Site, undisturbed: Site) -> None:
+    """During the start-up, when it is kept until there is a step to finish, and then in a step."""
+    slow: dict[str, Any] = {"reward__kwargs": {"pause_s": PAUSE_S}}
+    command = site.start(**slow)
+    command.wait_until(lambda: len(command.workers()) == 2)
+    command.send(signal.SIGUSR1)
+    assert command.wait() == 0
+    assert "finishing the step and saving a checkpoint: the run is about to be ended" in lines(command)[0]
+    assert completed(site.run_folder() / "checkpoints") == []
+    shutil.rmtree(site.run_folder())
+    command = site.start(**slow)
+    command.wait_for_line("step  1/4")
+    command.send(signal.SIGUSR1)
+    command.send(signal.SIGTERM)  # a batch system's next word does not stop it at once
+    assert command.wait() == 0
+    newest = completed(site.run_folder() / "checkpoints")[-1]
+    hint = f"the last checkpoint is ../runs/digits/checkpoints/{newest.name}; continue from it with --resume latest"
+    assert lines(command)[-1] == f"digen: preempted; {hint}"
+    assert not command.workers()
+    assert site.tensors(verify(newest).version) == undisturbed.tensors(verify(newest).version)
+
+
+@pytest.fixture
+def small_disk(site: Site) -> Iterator[Path]:
+    """A file system with room for one checkpoint, but not for two, in the place of the checkpoints."""
+    folder = site.run_folder() / "checkpoints"
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=26m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_spoils_no_checkpoint(site: Site, undisturbed: Site, small_disk: Path) -> None:
+    (site.run_folder() / "lock").touch()  # the run's folder is as one that was claimed and not used
+    command = site.start(schedule__mode="colocated", workers__colocated_threads=1)
+    assert command.wait() == 1
+    said = lines(command)
+    assert re.match(
+        r"digen: step \d failed: .*checkpoint \.\./runs/.*/\.step-000002\.tmp \(\d+\.\d MB\) cannot be written: ",
+        said[0],
+    )
+    assert said[0].endswith("No space left on device; free space there; those before it are intact")
+    assert said[-1].endswith("step-000001; continue from it with --resume latest")
+    assert [verify(path).version for path in completed(small_disk)] == [1]
+    assert site.tensors(1) == undisturbed.tensors(1)
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(site: Site) -> None:
+    folder = site.run_folder()
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    (folder / "events.jsonl").symlink_to("/dev/full")
+    command = site.start(schedule__mode="colocated", workers__colocated_threads=1)
+    assert command.wait() == 1
+    assert lines(command) == [
+        "digen: ../runs/digits/events.jsonl cannot be written: No space left on device; free space there",
+        "nothing was trained; the same command starts again, once what went wrong is mended",
+    ]
+    assert not command.workers()
