@@ -87,12 +87,19 @@ def node_limit(instance: Instance, max_nodes: int) -> int:
 def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[Instance, StepState] | None:
     """The live state as the model sees it, or ``None`` while a duration that it needs is unknown.
 
-    Nor does the model know of losses: of micro-batches that come again after later ones, of tasks that are void, and of
-    generators that all wait for weights.
+    Nor does the model know of losses: of micro-batches that come again after later ones or were given up, of tasks that
+    are void, and of generators that all wait for weights.
     """
     instance, generators = measured(state, profile), _in_order(state)
-    again = step.pending and step.pending[0] + len(step.pending) != len(step.micro_batches)
-    if instance is None or again or any(worker.task is not None and worker.task.void for worker in generators):
+    size, num_pending = len(step.micro_batches), len(step.pending)
+    again = num_pending and step.pending[0] + num_pending != size
+    given_up = num_pending + step.num_generating + len(step.rollouts) != size
+    if (
+        instance is None
+        or again
+        or given_up
+        or any(worker.task is not None and worker.task.void for worker in generators)
+    ):
         return None
     found = _compress(state, step, generators, lambda worker, kind: _mean(profile, worker, kind) or 0.0, now)
     return (instance, found) if found.running else None
