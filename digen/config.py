@@ -589,7 +589,7 @@ class RunConfig(Section):
                 raise ValueError("workers.weights.channel=broadcast is for one machine; with workers.type=ray: memory")
             if self.restarts.budget:
                 raise ValueError(
-                    "workers.weights.channel=broadcast sends weights once, so that a worker that is started again could "
+                    "workers.weights.channel=broadcast sends weights once: a worker that is started again could "
                     "not join; set restarts.budget=0, or take memory"
                 )
         return self

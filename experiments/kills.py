@@ -96,6 +96,12 @@ class Job:
                 return worker
         return None
 
+    @property
+    def done(self) -> bool:
+        """Whether the last step is saved, so that nothing is left to resume."""
+        found = completed(self.run_folder / "checkpoints")
+        return bool(found) and verify(found[-1]).version == self.num_steps
+
     def digests(self) -> dict[str, str]:
         """SHA-256 of every file that the trainer wrote into the last checkpoint, which is checked."""
         last = completed(self.run_folder / "checkpoints")[-1]
@@ -180,7 +186,7 @@ def undisturbed(folder: Path, num_steps: int) -> tuple[dict[str, str], float]:
 
 def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: float) -> None:
     """One run in which a worker is killed again and again, up to ``most`` times."""
-    process = job.start()
+    process, events = job.start(), job.run_folder / "events.jsonl"
     deadline, wait_s, killed = time.monotonic() + _LIMIT_S, draw.uniform(0, gap_s), set[int]()
     while process.poll() is None and len(killed) < most and time.monotonic() < deadline:
         worker = job.worker(ROLES[tally.role])
@@ -188,7 +194,8 @@ def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: 
             time.sleep(0.01)
             continue
         time.sleep(wait_s)
-        if process.poll() is None and worker.is_running() and (job.run_folder / "events.jsonl").stat().st_size:
+        begun = events.is_file() and events.stat().st_size
+        if process.poll() is None and worker.is_running() and begun:
             worker.kill()
             killed.add(worker.pid)
             wait_s = draw.uniform(0, gap_s)
@@ -196,7 +203,7 @@ def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: 
             time.sleep(0.01)  # the run has not begun: a worker that cannot be started ends it
     finish(process)
     tally.num_kills += len(killed)
-    for event in read_events(job.run_folder / "events.jsonl"):
+    for event in read_events(events) if events.is_file() else ():
         if isinstance(event, WorkerLost):
             hit = re.search(r"during (\w+)", event.error)
             tally.during[hit[1] if hit else "idle"] += 1
@@ -215,6 +222,8 @@ def kill_drivers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: 
         tally.num_kills += 1
         tally.during[f"{children} workers"] += 1
         left(tally, process.pid)
+        if job.done:
+            return
     finish(job.start())
 
 
@@ -243,7 +252,7 @@ def measure(role: str, options: argparse.Namespace, folder: Path) -> Tally:
         process = job.process
         assert process is not None
         left(tally, process.pid)
-        if process.returncode:
+        if process.returncode and not job.done:
             tally.failures.append(f"{job.folder}: exit code {process.returncode}\n{job.output()}")
         elif job.digests() != wanted:
             tally.failures.append(f"{job.folder}: other weights")
