@@ -15,9 +15,9 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-prove: $(VENV)/.prove
+prove: $(VENV)/.dev
 	$(BIN)/python experiments/prove.py
 
 $(VENV)/bin/python:
@@ -30,11 +30,7 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e '.[diffusion,demo,data,rewards]' --group dev -c constraints.txt
-	@touch $@
-
-$(VENV)/.prove: $(VENV)/.dev
-	$(PIP) install -e '.[diffusion,demo,data,rewards,ray]' -c constraints.txt
+	$(PIP) install -e '.[diffusion,demo,data,rewards,ray]' --group dev -c constraints.txt
 	@touch $@
 
 clean:

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
     Positive = Decimal | float
     NotNegative = Decimal | float
     Curve = tuple[tuple[int, Decimal], ...]
+    Finite = float
 else:
     # Floats are taken, as the decimal that they print; inside it is always a Decimal.
     Share = Annotated[Decimal, Field(ge=0, le=1)]
     Positive = Annotated[Decimal, Field(gt=0)]
     NotNegative = Annotated[Decimal, Field(ge=0)]
     Curve = tuple[tuple[Annotated[int, Field(ge=1)], Positive], ...]
+    Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class ScheduleConfig(Section):
@@ -161,6 +163,10 @@ class RunSection(Section):
     """Every random stream of the run derives from it."""
     num_steps: Annotated[int, Field(ge=1)] = 50
     """Number of optimizer steps."""
+    stop_above: dict[str, Finite] = {}
+    """Ends the run, without saving the step, when a metric of a step is above this: ``{grad_norm: 100}``."""
+    stop_below: dict[str, Finite] = {}
+    """Or below this: ``{reward/mean: 0.1}``. Metrics are those of ``metrics.jsonl``."""
 
 
 class LoraSection(Section):
@@ -317,6 +323,9 @@ class OptimizerSection(Section):
     """Weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Clip the gradient's global norm."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in a row that may be skipped where the gradient is not finite: weights and optimizer stay as they are, and
+    the step counts (``skipped_steps``). 0: the first ends the run."""
     master_weights: bool = False
     """Train float32 weights and compute with them in model.dtype. Without it a model in half precision is trained in
     that, which rounds small steps away. An adapter (model.lora) always is float32."""
@@ -717,17 +726,18 @@ def set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
     Raises:
         ConfigError: it is not valid YAML, or a part of the key is no section.
     """
+    shown = key if key.isprintable() else ascii(key)
     if isinstance(value, str):
         try:
             value = _parse_yaml(value)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise ConfigError(f"override {key}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"override {shown}: {' '.join(str(error).split())}") from None
     *parents, leaf = key.split(".")
     node = data
     for part in parents:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {key}: {part} is not a section")
+            raise ConfigError(f"override {shown}: {ascii(part)[1:-1]} is not a section")
         node = child
     node[leaf] = value
 

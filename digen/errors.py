@@ -14,6 +14,7 @@
     │   └── ProtocolError      it answered something that is not an answer
     ├── RewardError            a reward could not be computed, or is not a finite number
     ├── NumericsError          a latent, log-probability, loss or gradient is not finite, or a floor is too high
+    ├── Diverged               a step's metric has left the limits that the config sets
     ├── StalenessViolation     a micro-batch was consumed outside the staleness bound: a bug in digen
     ├── InvariantViolation     an event contradicts the semantics of the schedule: a bug in digen
     ├── StepFailed             a step cannot be completed
@@ -125,6 +126,10 @@ class RewardError(DigenError):
 
 class NumericsError(DigenError):
     """A latent, log-probability, loss or gradient is not finite, or log-prob noise exceeds what the clip allows."""
+
+
+class Diverged(DigenError):
+    """A metric of a step has left the limits of ``run.stop_above`` and ``run.stop_below``."""
 
 
 class StalenessViolation(DigenError):

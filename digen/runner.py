@@ -32,6 +32,7 @@ from digen.extras import require
 from digen.files import unwritable
 from digen.fleet import build_workers
 from digen.groups import GroupAssembler
+from digen.guard import Guard
 from digen.machine import look
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress
@@ -216,7 +217,8 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
         ]
         if progress:
             count = config.num_generators + config.workers.scorers + 1 + sum(map(len, judges.names(config).values()))
-            print(f"starting {count} worker{'s' * (count > 1)}, logs in {folder / 'logs'}", flush=True)
+            logs = "Ray's session folder on their nodes" if config.workers.type == "ray" else folder / "logs"
+            print(f"starting {count} worker{'s' * (count > 1)}, logs in {logs}", flush=True)
             sinks.append(stack.enter_context(Progress()))
         try:
             steps, outcome = await _train(prepared, checkpoints, checkpoint, sinks, signals=signals)
@@ -282,6 +284,7 @@ async def _train(
             weights=config.reward.weights,
             defer_divisor=prepared.defer_divisor,
             sinks=sinks,
+            on_commit=Guard(config.run.stop_above, config.run.stop_below),
             checkpointer=checkpoints,
             evaluate=partial(_evaluations, prepared) if config.evaluation.every else None,
             start_step=start_step,

@@ -24,6 +24,9 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "transport": (["experiments/transport.py"], {}),
     "weights": (["experiments/weights.py"], {}),
     "detection": (["experiments/detection.py"], {}),
+    "saving": (["experiments/saving.py"], {}),
+    "kills": (["experiments/kills.py", "--kills", "30"], {}),
+    "soak": (["experiments/soak.py", "--minutes", "5"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
     "timelines": (["experiments/timelines.py"], {}),
     "ablation": (["experiments/ablation.py"], {}),
@@ -37,6 +40,7 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "scaling": (["experiments/scaling.py"], {}),
     "staleness": (["experiments/staleness.py"], {}),
     "sharding": (["experiments/sharding.py"], {}),
+    "ray": (["experiments/ray/three_nodes.py"], {}),
 }
 """Name: (arguments of the interpreter, environment)."""
 

@@ -39,6 +39,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "files",
                 "plan",
                 "groups",
+                "guard",
                 "data",
                 "durations",
             )

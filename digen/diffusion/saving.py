@@ -27,7 +27,8 @@ class Saving:
         files: tensors by file name; whole ones, the same on all ``ranks``, or sharded ones.
         objects: the JSON files, by name.
         ranks: who writes.
-        copy: copy the tensors first, since they will change while they are written.
+        copies: copy the tensors first, since they will change while they are written; here are the copies of the last
+            time, by file name, which are overwritten. ``None``: do not.
 
     Raises:
         CheckpointError: a file cannot be made.
@@ -40,13 +41,15 @@ class Saving:
         files: Mapping[str, Mapping[str, Tensor]],
         objects: Mapping[str, Mapping[str, Any]],
         ranks: Ranks,
-        *,
-        copy: bool,
+        copies: dict[str, dict[str, Tensor]] | None = None,
     ) -> None:
         self._folder = folder
         self._objects = objects
         self._ranks = ranks
-        self._drafts = {name: draft(folder / name, tensors, ranks, copy=copy) for name, tensors in files.items()}
+        self._drafts = {
+            name: draft(folder / name, tensors, ranks, None if copies is None else copies.setdefault(name, {}))
+            for name, tensors in files.items()
+        }
         self._num_bytes = sum(each.num_bytes for each in self._drafts.values())
         self._names = tuple(self._drafts)
         self._error: BaseException | None = None

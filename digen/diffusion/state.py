@@ -68,10 +68,11 @@ class Draft:
             os.fsync(file.fileno())
 
 
-def draft(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, copy: bool = False) -> Draft:
+def draft(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, copies: dict[str, Tensor] | None = None) -> Draft:
     """What is to be written of ``tensors``: whole ones, the same on all ``ranks``, or sharded ones.
 
-    With ``copy`` it is copied to the host now, so that the tensors may change before it is written.
+    With ``copies`` it is copied to the host now, so that the tensors may change before it is written: into those of the
+    last time, since new memory costs several times the copy. The first time there are none.
     """
     header, places = _layout(tensors)
     pieces = []
@@ -79,7 +80,11 @@ def draft(path: Path, tensors: Mapping[str, Tensor], ranks: Ranks, *, copy: bool
         rows = own_rows(tensor)
         if is_first_replica(tensor) if rows is not None else ranks.rank == 0:
             before = 0 if rows is None else rows.start * math.prod(tensor.shape[1:])
-            own = local(tensor).to("cpu", copy=True) if copy else local(tensor)
+            own = local(tensor)
+            if copies is not None:
+                if name not in copies:
+                    copies[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                own = copies[name].copy_(own)
             pieces.append((len(header) + places[name] + before * tensor.itemsize, own))
     size = len(header) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     return Draft(path, header, size, tuple(pieces))

@@ -49,6 +49,8 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(ge=0)]
     old_log_probs: _OldLogProbs
     forwards: list[tuple[_Count, _Count, _Count, _Count]]
+    num_skipped: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Steps in a row that were skipped before it."""
 
 
 class Learner:
@@ -87,6 +89,7 @@ class Learner:
             if section.ema_decay is not None
             else None
         )
+        self._num_skipped = 0
         self._step: int | None = None
         self._num_terms: dict[int, int] = {}
         self._old_log_probs: _OldLogProbs = None  # decided by the start-up check
@@ -95,6 +98,7 @@ class Learner:
         self._forwards = ForwardSizes("all" if several and chunk == "auto" else chunk, self._optimizer)
         self._parked: dict[str, Tensor] | None = None
         self._gathered = False
+        self._copies: dict[str, dict[str, Tensor]] = {}
 
     def published_parameters(self) -> Mapping[str, Tensor]:
         """What generators are to sample with; float32 where the optimizer has master weights."""
@@ -168,7 +172,8 @@ class Learner:
         Raises:
             InvariantViolation: the transaction is of another step or consists of other micro-batches.
             StepFailed: no term was accumulated.
-            NumericsError: the gradient's norm is not finite; the weights stay as they are.
+            NumericsError: the gradient's norm is not finite, and as many steps as may be were skipped for that before;
+                the weights stay as they are.
         """
         self._check_commit(step, indices)
         num_terms = sum(self._num_terms.values())
@@ -178,13 +183,10 @@ class Learner:
             torch._foreach_mul_(gradients, scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(size):
-            self._abandon()
-            raise NumericsError(
-                f"the gradient's norm at step {step} is {size}; the policy has diverged: "
-                "lower optimizer.lr, or go back to an earlier checkpoint"
-            )
         section = self._config.optimizer
+        if not math.isfinite(size):
+            return self._skip(step, size, num_terms)
+        self._num_skipped = 0
         if section.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), section.max_grad_norm, norm)
         rate = learning_rate(section, self.version, self._config.run.num_steps)
@@ -193,10 +195,26 @@ class Learner:
         self._optimizer.step()
         if self._average is not None:
             self._average.update(self._parameters, self.version)
+        return self._committed(num_terms, {"grad_norm": size, "lr": rate})
+
+    def _skip(self, step: int, size: float, num_terms: int) -> CommitReport:
+        """A step without a finite gradient: the next version has the same weights."""
+        limit = self._config.optimizer.max_skipped_steps
+        if self._num_skipped == limit:
+            self._abandon()
+            before = f" after {limit} skipped steps" if limit else ""
+            raise NumericsError(
+                f"the gradient's norm at step {step} is {size}{before}; the policy has diverged: "
+                "lower optimizer.lr, or go back to an earlier checkpoint"
+            )
+        self._num_skipped += 1
+        return self._committed(num_terms, {"skipped_steps": 1.0})
+
+    def _committed(self, num_terms: int, metrics: dict[str, float]) -> CommitReport:
         self.version += 1
         self.algorithm.committed(self.version, self._parameters)
         self._abandon()
-        return CommitReport(version=self.version, num_terms=num_terms, metrics={"grad_norm": size, "lr": rate})
+        return CommitReport(version=self.version, num_terms=num_terms, metrics=metrics)
 
     def _check_update(
         self, micro_batch: MicroBatch, version: int, trajectories: Trajectories, advantages: Sequence[float | None]
@@ -380,13 +398,16 @@ class Learner:
 
         With several ranks ``folder`` must be one that all of them see, and rank 0 alone returns the hashes.
         """
-        return self._saving(folder, copy=False).finish()
+        return self._saving(folder).finish()
 
     def begin_save(self, folder: Path) -> Saving:
-        """As :meth:`save`, but what is saved is copied to the host, and a thread writes it while training goes on."""
-        return self._saving(folder, copy=True)
+        """As :meth:`save`, but what is saved is copied to the host, and a thread writes it while training goes on.
 
-    def _saving(self, folder: Path, *, copy: bool) -> Saving:
+        The copy's memory is kept for the next time, which must not begin before this one has ended.
+        """
+        return self._saving(folder, self._copies)
+
+    def _saving(self, folder: Path, copies: dict[str, dict[str, Tensor]] | None = None) -> Saving:
         optimizer = {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -395,8 +416,8 @@ class Learner:
         }
         files = {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer}
         files |= {name: held.tensors for name, held in self._held().items()}
-        state = _State(self.version, self._old_log_probs, self._forwards.state())
-        return Saving(folder, files, {_STATE: msgspec.to_builtins(state)}, self._ranks, copy=copy)
+        state = _State(self.version, self._old_log_probs, self._forwards.state(), self._num_skipped)
+        return Saving(folder, files, {_STATE: msgspec.to_builtins(state)}, self._ranks, copies)
 
     def _held(self) -> dict[str, WeightCopy]:
         """Weights beside the trained ones, by file name."""
@@ -440,6 +461,7 @@ class Learner:
         self.version = state.version
         self._old_log_probs = state.old_log_probs
         self._forwards.restore(state.forwards)
+        self._num_skipped = state.num_skipped
 
 
 def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Tensor:

@@ -47,7 +47,6 @@ _ASK_S = 60.0
 _GONE_S = 10.0
 """Longest time until the end of an actor that was killed is known."""
 _NODE_DIED = "its node has died"  # words of Ray
-_NODE_LOST = "its node was lost"
 
 _incarnations: Counter[str] = Counter()
 
@@ -57,7 +56,7 @@ class RayWorker(TargetHandle):
 
     Calls are answered in the order in which they were made. The actor is never restarted and no call is repeated: when
     its process or its node is lost, every call fails. It ends with this process, however that ends. Payloads that it
-    wrote can be read after the death of its process, but not after the loss of its node.
+    wrote can be read after the death of its process, but after the loss of its node only if they were read elsewhere.
 
     Its output is in Ray's logs, where error messages point.
 
@@ -337,8 +336,8 @@ class ObjectCodec(CallCodec):
         super().__init__(worker)
         self.worker = worker
         """Name of the worker."""
-        self.lost = ""
-        """Why none of its payloads can be read any more, if so."""
+        self.lost_node = ""
+        """Its node, once that is lost."""
         self._store = store
         self._beside: Any = None
         self._leases: list[ObjectLease] = []
@@ -355,8 +354,8 @@ class ObjectCodec(CallCodec):
         finally:
             leases, self._leases = self._leases, []
         for lease in leases:
-            if lease.owner.lost:
-                raise lost_payload(lease, task_of(method, args))
+            if lease.owner.lost_node and _was_only_there(lease):
+                raise _lost_payload(lease, task_of(method, args))
         objects = list({lease.beside: lease for lease in leases}.values())
         segments = [(ref.store, ref.segment) for lease in objects if (ref := lease.ref) is not None]
         return self._encode(Request(request_id, method, encoded, segments)), objects
@@ -384,13 +383,6 @@ class ObjectCodec(CallCodec):
         if ref.store != self._store:
             raise ProtocolError(f"it names the payload {ref.store}/{ref.segment} of another worker")
         return ObjectLease(ref, self._beside, self)
-
-
-def lost_payload(lease: ObjectLease, task: str) -> WorkerDied:
-    """The error of a call that reads a payload which is gone: it tells which worker to blame."""
-    return WorkerDied(
-        worker=lease.owner.worker, task=task, how=f"{lease.owner.lost or _NODE_LOST}, and with it {lease!r}"
-    )
 
 
 class _Call:
@@ -543,7 +535,7 @@ class _Actor:
             self._die(failure)
             error: WorkerError = _died(self._name, _cause(failure), self._node, call.task)
         elif isinstance(failure, errors.ObjectLostError) and call.leases:
-            error = lost_payload(_which(call.leases, failure), call.task)
+            error = _lost_payload(_which(call.leases, failure), call.task)
         else:
             message = f"worker {self._name!r}, {call.task}: Ray failed: {in_one_line(failure)}"
             error = WorkerError(message, worker=self._name, task=call.task)
@@ -570,13 +562,13 @@ class _Actor:
         # Meanwhile whoever is to read a payload on that node would wait, so its loss must be known before the death.
         self._watch()
         if self._node is not None and not await in_thread(partial(node_answers, self._node.id), _ASK_S):
-            self.codec.lost = _NODE_LOST
+            self.codec.lost_node = self._node.id
         self._die(failure)
 
     def _die(self, failure: BaseException) -> None:
         cause = _cause(failure)
-        if _NODE_DIED in cause:
-            self.codec.lost = _NODE_LOST
+        if _NODE_DIED in cause and self._node is not None:
+            self.codec.lost_node = self._node.id
         self._finish(partial(_died, self._name, cause, self._node))
 
     def _finish(self, end: Callable[[str], WorkerError]) -> None:
@@ -606,6 +598,17 @@ def _kill(handle: Any) -> None:
 def _which(leases: Sequence[ObjectLease], failure: BaseException) -> ObjectLease:
     lost = getattr(failure, "object_ref_hex", None)
     return next((lease for lease in leases if lease.beside is not None and lease.beside.hex() == lost), leases[0])
+
+
+def _was_only_there(lease: ObjectLease) -> bool:
+    """Whether a payload went with its node: it may be inlined in the driver, or have been read on another node."""
+    found = imported("ray.experimental").get_object_locations([lease.beside])
+    return set(found[lease.beside].get("node_ids", ())) == {lease.owner.lost_node}
+
+
+def _lost_payload(lease: ObjectLease, task: str) -> WorkerDied:
+    """The error of a call that reads a payload which is gone: it tells which worker to blame."""
+    return WorkerDied(worker=lease.owner.worker, task=task, how=f"its node was lost, and with it {lease!r}")
 
 
 def _cause(failure: BaseException) -> str:

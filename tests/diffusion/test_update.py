@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -484,6 +485,33 @@ def test_a_restored_run_continues_bit_for_bit(
     assert resumed.restore(tmp_path / "three") == 3
     _run(resumed, micro_batch, range(3, 6))
     assert resumed.save(tmp_path / "resumed") == straight.save(tmp_path / "straight")
+
+
+def test_steps_without_a_finite_gradient_are_skipped_up_to_a_limit(
+    toy: Any, micro_batch: Make, config: Config, tmp_path: Any
+) -> None:
+    """A good step in between begins the count anew, and a checkpoint has it."""
+    learner = Learner(toy(torch.float32), config(optimizer__max_skipped_steps=2, optimizer__ema_decay=0.9))
+
+    def step(learner: Learner, *, finite: bool) -> dict[str, float]:
+        number, before = learner.version, _flat(learner._family).clone()
+        batch = micro_batch(step=number)
+        learner.update(batch, number, _sample(learner._family, batch), ADVANTAGES)
+        if not finite:
+            next(p.grad for p in learner._family.parameters().values() if p.grad is not None).fill_(math.inf)
+        metrics = dict(learner.commit(number, (0,)).metrics)
+        assert learner.version == number + 1
+        assert torch.equal(_flat(learner._family), before) is not finite
+        return metrics
+
+    for finite in (False, False, True, False, False):
+        assert ("skipped_steps" in step(learner, finite=finite)) is not finite
+    learner.save(tmp_path)
+    again = Learner(toy(torch.float32), config(optimizer__max_skipped_steps=2, optimizer__ema_decay=0.9))
+    again.restore(tmp_path)
+    for found in (learner, again):
+        with pytest.raises(NumericsError, match="at step 5 is inf after 2 skipped steps"):
+            step(found, finite=False)
 
 
 def test_commits_do_not_tear_what_is_being_written(

@@ -324,7 +324,7 @@ sys.addaudithook(_fail)  # cannot be taken back; without a count it does nothing
 @pytest.mark.parametrize("fault", [Crash(), OSError(errno.ENOSPC, "No space left on device")], ids=["crash", "full"])
 def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault: BaseException) -> None:
     """Every file opened for writing, made, renamed or removed is once the last thing that happens, or that fails."""
-    outcomes = []
+    outcomes, num_raw = [], 0
     for point in range(100):
         folder = tmp_path / f"crash-here-{point}"
         found = checkpoints(folder, keep=1)
@@ -339,6 +339,8 @@ def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault:
             _fail_after.clear()
         version = found.find("latest")[1].version
         outcomes.append(version)
+        if isinstance(failure, OSError):
+            num_raw += 1
         if isinstance(failure, CheckpointError):
             told = f"checkpoint {folder}/.step-000004.tmp cannot be written: No space left on device; free space there"
             assert told in str(failure)
@@ -348,6 +350,9 @@ def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault:
         if failure is None:
             break
     assert failure is None
+    assert num_raw == (2 if isinstance(fault, OSError) else 0), (
+        "those of the two files that are the trainer's to explain"
+    )
     assert outcomes == sorted(outcomes)
     assert outcomes.count(2) >= 4, "before the rename the old one is the latest"
     assert outcomes.count(4) >= 4, "after it the new one, while the old one is being removed"

@@ -254,6 +254,18 @@ def test_a_record_that_cannot_be_written_ends_the_run(site: Site) -> None:
     assert command.wait() == 1
     assert lines(command) == [
         "digen: ../runs/digits/events.jsonl cannot be written: No space left on device; free space there",
-        "nothing was trained; the same command starts again, once what went wrong is mended",
+        "nothing was trained; the same command starts again",
     ]
     assert not command.workers()
+
+
+def test_a_step_beyond_its_limits_ends_the_run_unsaved(site: Site) -> None:
+    command = site.start(
+        schedule__mode="colocated", workers__colocated_threads=1, run__stop_below={"reward/mean": 0.99}
+    )
+    assert command.wait() == 1
+    assert re.match(
+        r"digen: step 0: reward/mean is 0\.\d+, below the limit 0\.99 of run\.stop_below; ", lines(command)[0]
+    )
+    assert completed(site.run_folder() / "checkpoints") == []
+    check(site.events())

@@ -216,7 +216,7 @@ def test_a_config_says_how_long_a_worker_may_be_silent() -> None:
         config = RunConfig.model_validate({"workers": {"heartbeat_timeout_s": silence}})
         silences = [getattr(worker, "_heartbeat_timeout_s", -1) for worker in build_workers(config)]
         assert silences == [expected, expected]
-    with pytest.raises(ValueError, match="greater than 0"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         RunConfig.model_validate({"workers": {"heartbeat_timeout_s": 0}})
 
 

@@ -312,15 +312,17 @@ async def test_a_connection_of_the_program_is_left_alone(nodes: Any, monkeypatch
 async def test_a_lost_node_takes_its_workers_and_payloads(worker: Make, nodes: Any) -> None:
     node = nodes.add_node(num_cpus=1, resources={"doomed": 1}, object_store_memory=100 << 20)
     async with worker("gone", side="doomed") as gone, worker("stays") as stays:
-        payload = await gone.call("make", 1 << 20)
+        small, payload, copied = [await gone.call("make", size) for size in (1 << 10, 1 << 20, 1 << 20)]
+        assert await stays.call("glance", copied) == 1
         nap = asyncio.ensure_future(gone.call("nap", 60.0))
         await gone_is_busy(gone)
         await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
         with pytest.raises(WorkerDied, match="worker 'gone' died"):
             await asyncio.wait_for(nap, 30)
         with pytest.raises(WorkerDied, match=r"worker 'gone' died .*with it Payload") as lost:
-            await asyncio.wait_for(stays.call("glance", payload), 60)
+            await asyncio.wait_for(stays.call("glance", payload), 15)  # Ray takes 30 s
         assert lost.value.worker == "gone"
+        assert [await asyncio.wait_for(stays.call("glance", other), 5) for other in (small, copied)] == [1, 1]
         assert await stays.call("echo", 1) == [1]
 
 
