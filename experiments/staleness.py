@@ -5,8 +5,8 @@
 Rows: ``colocated`` (one worker, everything in sequence), ``gap`` (on-policy, pipelined), and ``tcss`` with at most a
 quarter and at most half of a step's micro-batches stale by one step. All start from the same weights and see the same
 prompts and noise seeds. The final reward is the mean over the last ten steps and over the seeds. Every run's invariants
-are checked, so that the stale shares are what they are said to be. Draws the curves. Rewards are compared and not times, so
-that ``colocated`` has one thread like the others, and another job on the machine does no harm.
+are checked, so that the stale shares are what they are said to be. Draws the curves. Rewards are compared and not
+times, so that ``colocated`` has one thread like the others, and another job on the machine does no harm.
 """
 
 from __future__ import annotations
