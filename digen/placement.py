@@ -23,7 +23,7 @@ from digen.errors import ConfigError, MissingExtra
 from digen.extras import require as require_extra
 from digen.machine import Machine
 from digen.observe.text import escape_text, format_bytes
-from digen.plan import Plan
+from digen.plan import Plan, even_unit
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 COPIES = 2
@@ -225,7 +225,7 @@ def _check_shares(config: RunConfig) -> None:
             raise ConfigError(
                 f"{name} has {ranks} ranks, which share the forwards of a micro-batch, but model.forward_batch is not "
                 f"set, so that its {size} samples are one forward; set model.forward_batch="
-                f"{_even_unit(size, ranks, size) or 1}"
+                f"{even_unit(size, ranks, size) or 1}"
             )
 
 
@@ -233,7 +233,7 @@ def _idle_ranks(config: RunConfig) -> list[str]:
     unit, size, said = config.model.forward_batch, _micro_batch_size(config), []
     for name, ranks in _sharing(config).items():
         if unit is not None and (count := -(-size // unit)) % ranks:
-            even = _even_unit(size, ranks, min(unit, size))
+            even = even_unit(size, ranks, min(unit, size))
             idle = f"{ranks - count} of them never have work" if count < ranks else "some wait"
             mend = f"; with model.forward_batch={even} none does" if even else ""
             forwards = f"the {count} forwards of" if count > 1 else "the only forward of"
@@ -241,7 +241,7 @@ def _idle_ranks(config: RunConfig) -> list[str]:
     if unit is None and (ranks := config.workers.num_ranks("trainer")) > 1 and config.algorithm.tsp_chunk != 1:
         said.append(
             f"trainer: {ranks} ranks share the forwards of a micro-batch, which may be a single one; set "
-            f"model.forward_batch={_even_unit(size, ranks, size) or 1}, or algorithm.tsp_chunk=1"
+            f"model.forward_batch={even_unit(size, ranks, size) or 1}, or algorithm.tsp_chunk=1"
         )
     return said
 
@@ -255,12 +255,6 @@ def _sharing(config: RunConfig) -> dict[str, int]:
 
 def _micro_batch_size(config: RunConfig) -> int:
     return config.plan.micro_batch_size or config.plan.samples_per_prompt
-
-
-def _even_unit(size: int, ranks: int, most: int) -> int | None:
-    """A ``forward_batch`` up to ``most`` with which ranks share ``size`` samples evenly, with the least padding."""
-    even = [unit for unit in range(1, most + 1) if -(-size // unit) % ranks == 0]
-    return min(even, key=lambda unit: (-(-size // unit) * unit, -unit), default=None)
 
 
 def _check_ray(config: RunConfig) -> None:

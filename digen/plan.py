@@ -270,3 +270,9 @@ def _nearest(value: int, valid: list[int]) -> str:
 def _nearest_multiples(value: int, factor: int) -> str:
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)
+
+
+def even_unit(size: int, ranks: int, most: int) -> int | None:
+    """A ``forward_batch`` up to ``most`` with which ranks share ``size`` samples evenly, with the least padding."""
+    even = [unit for unit in range(1, most + 1) if -(-size // unit) % ranks == 0]
+    return min(even, key=lambda unit: (-(-size // unit) * unit, -unit), default=None)

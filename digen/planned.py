@@ -10,6 +10,7 @@ import yaml
 from digen.config import RunConfig, ScalingSection, dump_yaml, validate
 from digen.costs import durations_for, origin, time_unit, trained_timesteps
 from digen.errors import ConfigError
+from digen.plan import even_unit
 from digen.planner import NUM_STEPS, Outcome, Row
 from digen.twin import simulate
 
@@ -49,6 +50,11 @@ def planned_config(outcome: Outcome, row: Row | None = None) -> RunConfig:
     whole = candidate.tsp_chunk == trained_timesteps(config)
     data = config.model_dump(mode="json")
     data["plan"]["micro_batch_size"] = candidate.micro_batch_size
+    if (
+        config.model.forward_batch is None
+        and (ranks := max(group.size for group in (*layout.generators, layout.trainer))) > 1
+    ):
+        data["model"]["forward_batch"] = even_unit(candidate.micro_batch_size, ranks, candidate.micro_batch_size) or 1
     data["algorithm"]["tsp_chunk"] = "all" if whole else candidate.tsp_chunk
     data["schedule"] = candidate.schedule.model_dump(mode="json")
     data["workers"] |= {"generators": len(layout.generators), "gpus": workers}

@@ -127,6 +127,7 @@ def test_everything_follows_the_model_to_its_device(name: str, tiny_model: Folde
     family = tiny(name, tiny_model(name))
     rows = family.encode([Prompt(text) for text in TEXTS])  # on the host, as they come to a trainer
     family.network.to("meta")
+    family._device = torch.device("meta")  # as a config says it, and as it stays where weights rest on the host
     devices: set[str] = set()
     family.network.register_forward_pre_hook(
         lambda _, positional, named: devices.update(

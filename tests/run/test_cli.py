@@ -71,7 +71,7 @@ def model(folder: Path, index: Any, *components: str) -> str:
         (["--fast"], ["unrecognized arguments: --fast", "--help"]),
         (["one.yaml", "two.yaml"], ["unrecognized arguments: two.yaml"]),
         (["none.yaml"], ["none.yaml", "does not exist"]),
-        (["--run.output", "file/runs"], ["file/runs/digits", "cannot be made", "run.output"]),
+        (["--run.output", "file/runs"], ["file/runs", "is not a folder that you may write", "run.output"]),
         (["--run.name", "empty"], ["runs/empty exists", "delete it"]),
         (["--resume", "latest", "--run.name", "none"], ["no run to resume in runs/none", "run.name"]),
     ],

@@ -189,7 +189,11 @@ class VllmOmniGenerator:
         self._numbers = count(1)
         self._adapter: Any = None
         self._loop = asyncio.Runner()
-        self._engine: Engine = self._loop.run(self._start())
+        try:
+            self._engine: Engine = self._loop.run(self._start())
+        except BaseException:
+            self._loop.close()
+            raise
 
     @property
     def version(self) -> int:
