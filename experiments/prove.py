@@ -25,6 +25,8 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "weights": (["experiments/weights.py"], {}),
     "detection": (["experiments/detection.py"], {}),
     "saving": (["experiments/saving.py"], {}),
+    "faults": (["experiments/faults.py"], {}),
+    "mutations": (["experiments/mutations.py"], {}),
     "kills": (["experiments/kills.py", "--kills", "30"], {}),
     "soak": (["experiments/soak.py", "--minutes", "5"], {}),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),

@@ -42,7 +42,10 @@ def test_the_pool_alone() -> None:
 
 def test_a_run_from_python() -> None:
     out = run("from_python.py")
-    assert len(re.findall(r"^step \d: reward 0\.\d{3}, stale (?:0|50)%$", out, re.MULTILINE)) == 3
+    stale = re.findall(r"^step \d: reward 0\.\d{3}, stale (\d+)%$", out, re.MULTILINE)
+    assert len(stale) == 3, out
+    assert stale[0] == "0"
+    assert all(int(share) <= 50 for share in stale)
     assert "completed, 3 of 3 steps" in out
 
 
