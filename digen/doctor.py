@@ -255,8 +255,10 @@ def _ray(config: RunConfig, missing: list[str]) -> dict[str, str]:
     if config.workers.type != "ray":
         return {}
     address = config.workers.ray.address or os.environ.get("RAY_ADDRESS", "")
-    auth = os.environ.get("RAY_AUTH_MODE", "none")
+    auth = os.environ.get("RAY_AUTH_MODE", "not set")
     if not address or address in {"local", "auto"}:
+        # Ray gives a cluster that it starts a token, unless it is told otherwise.
+        auth = os.environ.get("RAY_AUTH_MODE", "token")
         return {"address": address or "a cluster of this machine alone, on loopback", "authentication": auth}
     parts = urlsplit(address if "://" in address else f"ray://{address}")
     state = _connect(parts.hostname or "", _port(parts) or _RAY_PORT)

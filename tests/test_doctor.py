@@ -133,7 +133,7 @@ def test_ray_is_looked_for(monkeypatch: pytest.MonkeyPatch, listening: str) -> N
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     found = diagnose(load_config(None, {"workers.type": "ray"}))
-    assert found.ray == {"address": "a cluster of this machine alone, on loopback", "authentication": "none"}
+    assert found.ray == {"address": "a cluster of this machine alone, on loopback", "authentication": "token"}
     port = listening.split(":")[2].removesuffix("/v1")
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     found = diagnose(load_config(None, {"workers.type": "ray"}))
