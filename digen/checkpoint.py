@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from msgspec import Struct
 
 from digen.errors import CheckpointError
 from digen.events import AnyEvent, StepCommitted
-from digen.files import reason
+from digen.files import reason, sync_folder, write_synced
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
@@ -346,29 +345,14 @@ def _version(folder: Path) -> int:
 
 def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunState) -> None:
     content = msgspec.json.encode(state)
-    _write_synced(temporary / _STATE, content)
+    write_synced(temporary / _STATE, content)
     digests = {**files, _STATE: hashlib.sha256(content).hexdigest()}
-    _write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())
-    _sync(temporary)
+    write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())
+    sync_folder(temporary)
     if final.exists():  # a resumed run reached the same step again
         shutil.rmtree(final)
     temporary.rename(final)
-    _sync(final.parent)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)
 
 
 def _sha256(path: Path) -> str:

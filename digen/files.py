@@ -1,8 +1,9 @@
-"""What to say when a file of a run cannot be written."""
+"""Files of a run: written through to the device, and what to say when they cannot be."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 from digen.errors import OutputError
@@ -19,3 +20,20 @@ def reason(error: OSError) -> str:
     """Why something cannot be written, and what to do about it."""
     mend = "free space there" if error.errno in _FULL else "check the disk, and who may write there"
     return f"{error.strerror or error}; {mend}"
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and fsync it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Fsync a folder, so that what was made or renamed in it stays."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

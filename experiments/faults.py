@@ -133,7 +133,7 @@ class Ending:
 # ---- what a seed draws -----------------------------------------------------------------------------------------
 
 
-def _plan(draw: random.Random, seed: int) -> Plan:
+def random_plan(draw: random.Random, seed: int, *, most_steps: int = 5) -> Plan:
     axis = draw.choice(["generation", "batch"])
     group, prompts = draw.choice([1, 2, 4, 6]), draw.randint(1, 4)
     if axis == "generation":
@@ -142,7 +142,7 @@ def _plan(draw: random.Random, seed: int) -> Plan:
         size = group * draw.choice([q for q in range(1, prompts + 1) if prompts % q == 0])
     return Plan(
         ["a", "b", "c"],
-        num_steps=draw.randint(1, 5),
+        num_steps=draw.randint(1, most_steps),
         prompts_per_step=prompts,
         samples_per_prompt=group,
         micro_batch_size=size,
@@ -154,7 +154,7 @@ def _plan(draw: random.Random, seed: int) -> Plan:
 def case_of(seed: int) -> Case:
     """The case that ``seed`` draws."""
     draw = random.Random(derive_seed("case", seed))  # noqa: S311 - not for secrets
-    plan = _plan(draw, seed)
+    plan = random_plan(draw, seed)
     mode = draw.choice(["colocated", "naive", "microbatch", "gap", "gap", "tag", "tag", "tcss", "tcss"])
     window = draw.choice([1, 1, 2, 2, 3])
     config = ScheduleConfig(

@@ -23,7 +23,7 @@ from typing import Any
 
 from digen.errors import ConfigError, ProtocolError, RankFailed, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import Payload
-from digen.workers.handle import TargetHandle, task_of, to_the_end
+from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
 from digen.workers.process import ProcessWorker
 
 _GRACE_S = 3.0
@@ -171,7 +171,7 @@ class GroupWorker(TargetHandle):
             raise self._failure(answers, "start", "start")
         self._compare("start", "start", [{"methods": rank.methods, "version": rank.version} for rank in self.ranks])
         if not self._open:  # it was closed before the ranks had begun to start
-            raise _closed(self.name, "start")
+            raise closed(self.name, "start")
 
     async def _answer(self, number: int, method: str, task: str, calls: Sequence[asyncio.Task[Any]]) -> Any:
         """Wait for the ranks' answers to a command, make one of them, and see to it that the ranks are in step."""
@@ -248,7 +248,7 @@ class GroupWorker(TargetHandle):
     async def _close(
         self, ends: Sequence[Callable[[], Coroutine[Any, Any, None]]], end: Callable[[str], WorkerError] | None = None
     ) -> None:
-        self._end = end or partial(_closed, self.name)
+        self._end = end or partial(closed, self.name)
         await asyncio.gather(*(end() for end in ends))
         if self._commands:
             await asyncio.wait(self._commands)
@@ -380,10 +380,6 @@ def _facts(method: str, result: Any) -> dict[str, Any]:
 
 def _not_started(worker: str, task: str) -> WorkerError:
     return WorkerError(f"worker {worker!r} is not started", worker=worker, task=task)
-
-
-def _closed(worker: str, task: str) -> WorkerError:
-    return WorkerError(f"worker {worker!r} was closed, {task} was not answered", worker=worker, task=task)
 
 
 def _late(worker: str, reason: str, task: str) -> WorkerError:

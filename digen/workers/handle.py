@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Self
 
-from digen.errors import ConfigError
+from digen.errors import ConfigError, WorkerError
 from digen.handles import METHODS
 from digen.types import (
     CommitReport,
@@ -145,6 +145,11 @@ def task_of(method: str, args: Sequence[Any]) -> str:
         case "commit", [step, *_]:
             return f"commit step {step}"
     return method.lstrip("@")
+
+
+def closed(worker: str, task: str) -> WorkerError:
+    """What a call raises that a worker had not answered when it was closed."""
+    return WorkerError(f"worker {worker!r} was closed, {task} was not answered", worker=worker, task=task)
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -30,7 +30,7 @@ from digen import __version__
 from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import Payload, Ready, WorkerSpec
 from digen.workers.child import BEAT, STACKS
-from digen.workers.handle import TargetHandle, task_of, to_the_end
+from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
 from digen.workers.payload import Lease, Segment
 from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
 
@@ -448,7 +448,7 @@ class _Child:
         """End the process: let it, then terminate, then kill its group. Returns when it is reaped."""
         if not self._exited.done():
             busy = bool(self._calls)
-            self._finish(partial(_closed, self._name))
+            self._finish(partial(closed, self._name))
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             if not busy:
@@ -637,10 +637,6 @@ class _Child:
         if not self._exited.done():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process.pid, STACKS)
-
-
-def _closed(worker: str, task: str) -> WorkerError:
-    return WorkerError(f"worker {worker!r} was closed, {task} was not answered", worker=worker, task=task)
 
 
 def _broken(worker: str, reason: str, task: str) -> WorkerError:

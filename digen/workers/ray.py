@@ -28,7 +28,7 @@ from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, Wo
 from digen.types import Payload, PayloadRef, Ready, WorkerSpec
 from digen.workers.actor import Node, TargetActor
 from digen.workers.group import LOOPBACK, GroupWorker
-from digen.workers.handle import TargetHandle, task_of, to_the_end
+from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
 from digen.workers.process import TARGET, last_lines
 from digen.workers.raycluster import (
     Placement,
@@ -472,7 +472,7 @@ class _Actor:
     async def close(self, grace_s: float) -> None:
         """End the actor: let it, then kill. Returns when it is gone, as far as that is known within seconds."""
         idle = not self._calls and self._end is None
-        self._finish(partial(_closed, self._name))
+        self._finish(partial(closed, self._name))
         if self._handle is None or self._gone.done():
             return
         if idle and grace_s:
@@ -627,10 +627,6 @@ def _died(worker: str, cause: str, node: Node | None, task: str) -> WorkerError:
         log_path=f"{node.log} on {node.ip}" if node is not None else "",
         log_tail=last_lines(Path(node.log)) if node is not None and node.log else "",
     )
-
-
-def _closed(worker: str, task: str) -> WorkerError:
-    return WorkerError(f"worker {worker!r} was closed, {task} was not answered", worker=worker, task=task)
 
 
 def _late(worker: str, reason: str, log: str, task: str) -> WorkerError:

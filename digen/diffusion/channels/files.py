@@ -36,6 +36,7 @@ from digen.diffusion.channels.base import Deadline, Outbox, device_of, on_host, 
 from digen.diffusion.channels.layout import Bytes, Layout, Part, checksum
 from digen.diffusion.ranks import Ranks
 from digen.errors import ConfigError, ProtocolError
+from digen.files import sync_folder, write_synced
 from digen.handles import Memory
 from digen.types import Payload, Publication
 
@@ -138,7 +139,7 @@ class FileSender(Outbox):
             for index, offset, found in _write_pieces(job.temporary / file, layout, changed):
                 places[index] = Place(f"{job.name}/{file}", offset, found)
         unnamed = job.temporary / f"rank{rank}.tmp"
-        _write_synced(unnamed, msgspec.json.encode(places))
+        write_synced(unnamed, msgspec.json.encode(places))
         unnamed.rename(_ready(job.temporary, rank))
         self._written = layout, places
         if rank == 0:
@@ -154,13 +155,13 @@ class FileSender(Outbox):
             places |= msgspec.json.decode(path.read_bytes(), type=dict[int, Place])
             path.unlink()
         manifest = Manifest(job.stamp, job.layout, tuple(places[index] for index in range(len(job.layout.pieces))))
-        _write_synced(job.temporary / MANIFEST, msgspec.json.encode(manifest))
-        _sync(job.temporary)
+        write_synced(job.temporary / MANIFEST, msgspec.json.encode(manifest))
+        sync_folder(job.temporary)
         final = self._folder / job.name
         if final.exists():  # a run that was resumed from an earlier version makes this one again
             shutil.rmtree(final)
         job.temporary.rename(final)
-        _sync(self._folder)
+        sync_folder(self._folder)
         self._manifests.pop(job.name, None)
         self._manifests[job.name] = manifest
         self._prune((final / MANIFEST).stat().st_mtime)
@@ -311,18 +312,3 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _ready(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
