@@ -74,11 +74,6 @@ class Store:
         """Number of segments made so far; flat once the largest number of payloads in flight has been seen."""
         return self._num_made
 
-    @property
-    def num_mapped(self) -> int:
-        """Number of segments mapped here, those of others included."""
-        return len(self._memory)
-
     def acquire(self, nbytes: int, *, populate: bool = True) -> int:
         """Take the smallest free segment that holds ``nbytes``, or make one, with ``populate`` of pages in place."""
         fitting = [
