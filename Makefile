@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# On all cores, where pip takes one; some packages carry files for other versions of Python.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test prove clean
 
@@ -26,11 +28,13 @@ $(VENV)/bin/python:
 	$(PIP) install --upgrade 'pip>=25.1'
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) install -e '.[diffusion,demo]' -c constraints.txt
+	$(PIP) install --no-compile -e '.[diffusion,demo]' -c constraints.txt
+	$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e '.[diffusion,demo,data,rewards,ray]' --group dev -c constraints.txt
+	$(PIP) install --no-compile -e '.[diffusion,demo,data,rewards,ray]' --group dev -c constraints.txt
+	$(COMPILE)
 	@touch $@
 
 clean:

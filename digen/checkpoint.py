@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from digen.errors import CheckpointError
 from digen.events import AnyEvent, StepCommitted
-from digen.files import reason, sync_folder, write_synced
+from digen.files import make_folders, reason, sync_folder, write_synced
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
@@ -106,9 +106,9 @@ class Checkpoints:
         self._rewards: dict[int, float] = {}
 
     def note(self, event: AnyEvent) -> None:
-        """A sink: remember the last step's mean reward, by which the best are known."""
+        """A sink: remember the steps' mean rewards, by which the best are known."""
         if isinstance(event, StepCommitted) and "reward/mean" in event.values:
-            self._rewards = {event.version: event.values["reward/mean"]}
+            self._rewards[event.version] = event.values["reward/mean"]
 
     def due(self, version: int, *, last: bool) -> bool:
         """Every ``every`` steps, and whenever the run ends with these weights."""
@@ -126,29 +126,29 @@ class Checkpoints:
         Raises:
             CheckpointError: the trainer wrote a file under a name that is the driver's, or nothing can be written.
         """
+        reward = self._rewards.get(version)  # another step may be the last by the time that all is written
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        temporary = self._folder / f".step-{version:06d}.tmp"
+        temporary = self._folder / f".{_name(version)}.tmp"
         await asyncio.to_thread(self._make, temporary)
         if not hasattr(trainer, "begin_save"):
-            return await self._finish(version, temporary, await trainer.save(str(temporary)))
-        await trainer.begin_save(str(temporary))
-        self._writing = asyncio.create_task(self._follow(trainer, version, temporary), name="digen-checkpoint")
+            return await self._finish(version, temporary, await _awaited(trainer.save(str(temporary))), reward)
+        await _awaited(trainer.begin_save(str(temporary)))
+        self._writing = asyncio.create_task(self._follow(trainer, version, temporary, reward), name="digen-checkpoint")
         self._writing.add_done_callback(_heard)
         return self._writing
 
-    async def _follow(self, trainer: Any, version: int, temporary: Path) -> str:
-        while (files := await trainer.saved()) is None:  # noqa: ASYNC110 - another process writes
+    async def _follow(self, trainer: Any, version: int, temporary: Path, reward: float | None) -> str:
+        while (files := await _awaited(trainer.saved())) is None:  # noqa: ASYNC110 - another process writes
             await asyncio.sleep(_POLL_S)
-        return await self._finish(version, temporary, files)
+        return await self._finish(version, temporary, files, reward)
 
-    async def _finish(self, version: int, temporary: Path, files: dict[str, str]) -> str:
+    async def _finish(self, version: int, temporary: Path, files: dict[str, str], reward: float | None) -> str:
         """Add the driver's part to a trainer's; not cut short, because another save may follow a cancellation."""
         bad = [name for name in files if name in {_STATE, _MANIFEST} or not _FILE.fullmatch(name)]
         if bad:
             raise CheckpointError(f"{', '.join(map(ascii, bad))} in {temporary}: the trainer must use another name")
-        final = self._folder / f"step-{version:06d}"
-        reward = self._rewards.get(version)
+        final = self._folder / _name(version)
         state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings, reward)
         completion = asyncio.ensure_future(asyncio.to_thread(self._complete, temporary, final, files, state))
         try:
@@ -215,7 +215,8 @@ class Checkpoints:
         try:
             for unfinished in self._folder.glob(".step-*.tmp"):  # a crash left it
                 shutil.rmtree(unfinished)
-            temporary.mkdir(parents=True, mode=0o700)
+            make_folders(self._folder)
+            temporary.mkdir(mode=0o700)
         except OSError as error:
             raise cannot_write(temporary, error) from error
 
@@ -242,7 +243,7 @@ def cannot_write(path: Path, error: OSError, num_bytes: int | None = None) -> Ch
 
 def completed(folder: Path) -> list[Path]:
     """The checkpoints in a run's ``checkpoints`` folder, oldest first; what they hold is not looked at."""
-    return sorted((path for path in folder.glob("step-*") if _VERSION.fullmatch(path.name)), key=_version)
+    return sorted((path for path in folder.glob("step-*") if _VERSION.fullmatch(path.name)), key=_age)
 
 
 def find(folder: Path, which: str | Path) -> tuple[Path, RunState]:
@@ -339,8 +340,27 @@ def _heard(writing: asyncio.Task[str]) -> None:
         writing.exception()
 
 
+async def _awaited(call: Awaitable[_T]) -> _T:
+    """What a trainer answers. One that answers though the call was cancelled is of a life that is over."""
+    answer = await call
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return answer
+
+
+def _name(version: int) -> str:
+    return f"step-{version:06d}"
+
+
 def _version(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def _age(folder: Path) -> tuple[int, bool]:
+    """For sorting: what was moved aside is older than what takes its place."""
+    version = _version(folder)
+    return version, folder.name == _name(version)
 
 
 def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunState) -> None:
@@ -349,10 +369,15 @@ def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunSta
     digests = {**files, _STATE: hashlib.sha256(content).hexdigest()}
     write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())
     sync_folder(temporary)
-    if final.exists():  # a resumed run reached the same step again
-        shutil.rmtree(final)
+    aside = final.parent / final.name.replace("-", "-0")  # a name of the same version: one of the two always counts
+    if final.exists():  # the run reached the same step again
+        if aside.exists():  # a crash left it
+            shutil.rmtree(aside)
+        final.rename(aside)
     temporary.rename(final)
     sync_folder(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
 
 
 def _sha256(path: Path) -> str:

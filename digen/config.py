@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 
 from digen.errors import ConfigError
 from digen.resources import WorkersSection
@@ -74,6 +74,10 @@ class ScheduleConfig(Section):
     """Order in which updates are consumed. index makes on-policy runs bit-identical under every schedule."""
     max_generating: Annotated[int, Field(ge=1)] | None = None
     """C_gen: most generations in flight. Default: one per worker that can generate."""
+    max_rollout_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Most bytes of rollouts (trajectories, pictures) that exist at a time, such as ``64GiB``: from their generation to
+    the commit of their step. Later steps are generated for only while they fit; less than one step takes ends the run.
+    Default: no limit but the window's, W steps. Weights, and one or two steps' prompt encodings, come on top."""
     max_dropped_groups: Share = Decimal(0)
     """Largest share of a step's groups that may be dropped because their reward failed. 0: the first ends the run."""
 

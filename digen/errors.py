@@ -11,6 +11,7 @@
     │   ├── WorkerTimeout      it did not answer in time
     │   ├── WorkerRaised       its code raised; the remote traceback is attached as a note
     │   ├── RankFailed         another rank of the same worker failed, or was not met
+    │   ├── PayloadLost        what a call reads is gone, with the machine that held it; its worker is well
     │   └── ProtocolError      it answered something that is not an answer
     ├── RewardError            a reward could not be computed, or is not a finite number
     ├── NumericsError          a latent, log-probability, loss or gradient is not finite, or a floor is too high
@@ -78,7 +79,8 @@ class WorkerDied(WorkerError):
 
     ``exit_code`` is the exit status, or ``None`` when a signal ended it; ``signal`` the reverse.
     ``log_tail`` holds the last lines that the worker wrote. ``how`` says in words how it ended, where neither a status
-    nor a signal tells.
+    nor a signal tells. ``peak_bytes`` is the most memory that the process had, where that is known: a system that runs
+    out of it kills with SIGKILL.
     """
 
     def __init__(
@@ -91,12 +93,16 @@ class WorkerDied(WorkerError):
         log_tail: str = "",
         log_path: str = "",
         how: str = "",
+        peak_bytes: int = 0,
     ) -> None:
         self.exit_code = exit_code
         self.signal = signal
         self.log_tail = log_tail
+        self.peak_bytes = peak_bytes
         how = how or (f"killed by {_signal_name(signal)}" if signal is not None else f"exit code {exit_code}")
         message = f"worker {worker!r} died ({how}) " + (f"during {task}" if task else "while idle")
+        if peak_bytes and signal == _signal.SIGKILL:
+            message += f"; it had up to {peak_bytes / 2**30:.2f} GiB of memory: if it was not killed by hand, see dmesg"
         if log_path:
             message += f"; its log is {log_path}"
         super().__init__(message, worker=worker, task=task)
@@ -114,6 +120,13 @@ class WorkerRaised(WorkerError):
 
 class RankFailed(WorkerError):
     """A rank of a worker gave up because of another one, whose own error says why."""
+
+
+class PayloadLost(WorkerError):
+    """A payload that a call was to read is gone, with the machine that held it. The call never began.
+
+    ``worker`` made the payload; ``task`` needs it, on a worker that is well. Make it again, and repeat the call.
+    """
 
 
 class ProtocolError(WorkerError):

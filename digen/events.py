@@ -22,10 +22,22 @@ from digen.files import unwritable
 from digen.types import MicroBatch
 
 TaskKind = Literal[
-    "encode", "load", "score", "generate", "assist", "switch", "update", "commit", "publish", "checkpoint", "evaluate"
+    "encode",
+    "load",
+    "score",
+    "generate",
+    "assist",
+    "switch",
+    "update",
+    "commit",
+    "publish",
+    "snapshot",
+    "checkpoint",
+    "evaluate",
 ]
 """What a worker can be busy with. ``encode`` is of a whole step's prompts, ``assist`` a generation on the trainer,
-``switch`` its load and offload, ``evaluate`` held-out samples of the version that the worker holds."""
+``switch`` its load and offload, ``snapshot`` the copy of its state that is kept in memory, ``checkpoint`` the one on
+disk, ``evaluate`` held-out samples of the version that the worker holds."""
 
 Role = Literal["generator", "scorer", "trainer"]
 
@@ -42,6 +54,7 @@ Cause = Literal[
     "wait_barrier",
     "wait_hold",
     "wait_limit",
+    "wait_memory",
     "wait_encode",
     "wait_evaluate",
     "wait_checkpoint",
@@ -59,6 +72,7 @@ wait_order       scored micro-batches wait, but not the next one in index order
 wait_barrier     a stage barrier (modes colocated and naive) holds it back
 wait_hold        ``sync="hold"``: waits until all generators have stopped and loaded
 wait_limit       ``max_generating`` generations are running
+wait_memory      the next step's rollouts wait until those that exist leave room in ``max_rollout_bytes``
 wait_encode      the step's prompts are being encoded
 wait_evaluate    the commit waits until a generator has begun to evaluate the weights that it replaces
 wait_checkpoint  a checkpoint is due, and the one before is still being written
@@ -152,6 +166,20 @@ class Quarantined(Event, frozen=True, tag="quarantined"):
     """Its prompts and what its seeds derive from: all that it takes to repeat it."""
     story: tuple[str, ...]
     """What happened to it, a line an event."""
+
+
+class RolloutLost(Event, frozen=True, tag="rollout_lost"):
+    """A rollout that was not trained on yet is gone with the machine that held it, and its rewards no longer count.
+
+    Its micro-batch is generated again, before others of its step, with the same seeds.
+    """
+
+    step: int
+    index: int
+    worker: str
+    """Which had generated it."""
+    version: int
+    """Of the weights that it was drawn from: the same samples come again if a worker still holds them."""
 
 
 class RolledBack(Event, frozen=True, tag="rolled_back"):
@@ -309,6 +337,7 @@ AnyEvent = (
     | GroupDropped
     | TaskRetried
     | Quarantined
+    | RolloutLost
     | RolledBack
     | MicroBatchSettled
     | StepCommitted
@@ -399,6 +428,32 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
                 yield decode(line)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path} line {number}: {error}") from error
+
+
+def tolerated(sink: Sink) -> Sink:
+    """A sink that ends no run, for what only shows one: trackers, views.
+
+    When ``sink`` raises it is called no more, and one warning says why. Without this a sink that raises ends the run.
+    """
+    well = True
+
+    def emit(event: AnyEvent) -> None:
+        nonlocal well
+        if not well:
+            return
+        try:
+            sink(event)
+        except Exception as error:
+            well = False
+            import structlog
+
+            structlog.get_logger("digen").warning(
+                "a sink failed and is left out from now on; the run goes on",
+                sink=getattr(sink, "__qualname__", type(sink).__qualname__),
+                error=f"{type(error).__name__}: {error}",
+            )
+
+    return emit
 
 
 def fan_out(sinks: Iterable[Sink]) -> Sink:

@@ -30,6 +30,15 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder and those that it stands in, so that they stay. Those that exist are left as they are."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    if made:
+        folder.mkdir(parents=True)
+    for each in made:
+        sync_folder(each.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Fsync a folder, so that what was made or renamed in it stays."""
     descriptor = os.open(folder, os.O_RDONLY)

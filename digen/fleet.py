@@ -70,6 +70,7 @@ def _ray_worker(config: RunConfig) -> Callable[..., TargetHandle]:
             resources=section.resources.get(name),
             runtime_env=section.runtime_env,
             rank_timeout_s=workers.rank_timeout_s,
+            heartbeat_timeout_s=workers.heartbeat_timeout_s,
             **_options(config, target, kwargs),
         )
 

@@ -138,6 +138,10 @@ class GroupAssembler:
         """Whether a group of micro-batch ``index`` was dropped."""
         return any(self._groups[piece.uid].dropped for piece in self._micro_batches[index].slices)
 
+    def moot(self, index: int) -> bool:
+        """Whether nothing of micro-batch ``index`` can be trained on: all of its groups were dropped."""
+        return all(self._groups[piece.uid].dropped for piece in self._micro_batches[index].slices)
+
     @property
     def num_groups(self) -> int:
         """Groups of the step."""
@@ -199,6 +203,29 @@ class GroupAssembler:
                 group.dropped = True
                 lost.append(group.uid)
         return msgspec.structs.replace(self._arrive(micro_batch), dropped=tuple(lost))
+
+    def forget(self, index: int) -> tuple[int, ...]:
+        """The rewards of micro-batch ``index`` count no more: they come again, and its groups are open until then.
+
+        Returns the micro-batches of groups that were complete, in index order: their advantages count no more either.
+
+        Raises:
+            InvariantViolation: the step has no such micro-batch, or its rewards were not added.
+        """
+        micro_batch = self._micro_batches.get(index)
+        if micro_batch is None or index in self._missing:
+            raise InvariantViolation(f"micro-batch {index} of the step has no rewards that could be forgotten")
+        self._missing.add(index)
+        for piece in micro_batch.slices:
+            self._groups[piece.uid].num_missing += piece.count
+        uids = list(self._groups) if self.waits else dict.fromkeys(piece.uid for piece in micro_batch.slices)
+        reopened = set()
+        for group in [self._groups[uid] for uid in uids if self._groups[uid].advantages]:
+            group.advantages = []
+            reopened.update(group.micro_batches)
+            for other in group.micro_batches:
+                self._num_open[other] += 1
+        return tuple(sorted(reopened))
 
     @property
     def _weighted(self) -> list[str]:

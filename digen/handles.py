@@ -16,6 +16,8 @@ Optional methods are looked up by name and used when they exist:
 ``restart()``              end what is left of a worker and start another in its place: a lost worker comes back
 ``kill(reason)``           end a worker that hangs, at once; with ``restart`` its tasks get deadlines
 ``restore(path)`` on a trainer  hold the weights of a checkpoint that ``Checkpointer.newest`` names, after a restart
+``snapshot()``, ``recall(snapshot)`` on a trainer  copy the whole state into memory that outlives its process, after a
+                           commit; hold that state, after a restart, and return its version
 ``start()``, ``aclose()``  begin and end a handle's life; the scheduler ends only what it began
 ``version``                attribute: optimizer steps in the weights it holds now (default 0)
 ========================  ==========================================================================
@@ -38,6 +40,7 @@ from digen.types import (
     Publication,
     Rollout,
     Scored,
+    Snapshot,
     UpdateReport,
 )
 
@@ -154,6 +157,8 @@ METHODS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "begin_save": ((str,), None),
     "saved": ((), dict[str, Any] | None),
     "restore": ((str,), int),
+    "snapshot": ((), Snapshot),
+    "recall": ((Snapshot,), int),
     "evaluate": ((EvaluationRequest,), EvaluationReport),
 }
 """Argument types and result type of every method that crosses a process boundary. A last argument may be absent where

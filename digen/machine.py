@@ -123,6 +123,11 @@ def _number(text: str) -> int:
     return int(text) if text.isdigit() else 0  # "[N/A]" where memory is the host's
 
 
+def available_memory() -> int:
+    """Bytes of memory that are left; a container's limit counts."""
+    return _memory()[1]
+
+
 def _memory() -> tuple[int, int]:
     """Memory in all and what is available, in bytes; a container's limits count."""
     try:
@@ -135,6 +140,9 @@ def _memory() -> tuple[int, int]:
     try:
         limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):  # no cgroup of version 2, or "max"
         return total, available
+    counts = dict(line.split() for line in lines)
+    used -= sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))  # it gives back what it read
     return min(total, limit), min(available, max(limit - used, 0))

@@ -239,6 +239,7 @@ def _reference(config: RunConfig) -> RunConfig:
         lazy_switch=schedule.lazy_switch,
         update_order=schedule.update_order,
         max_generating=schedule.max_generating,
+        max_rollout_bytes=schedule.max_rollout_bytes,
     )
     generators = None if config.costs.model is not None else config.workers.generators or None
     workers = config.workers.model_copy(update={"generators": generators})
@@ -432,6 +433,7 @@ class _Space:
             "lazy_switch": own.lazy_switch,
             "update_order": own.update_order,
             "max_generating": own.max_generating,
+            "max_rollout_bytes": own.max_rollout_bytes,
         }
         if not layout.generators:
             yield ScheduleConfig(mode="colocated", **rules)

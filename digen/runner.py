@@ -27,7 +27,7 @@ from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
 from digen.diffusion import algorithms, families, rewards
 from digen.errors import ConfigError, DigenError
-from digen.events import Evaluated, EventLog, Sink, fan_out, read_events
+from digen.events import Evaluated, EventLog, Sink, fan_out, read_events, tolerated
 from digen.extras import require
 from digen.files import unwritable
 from digen.fleet import build_workers
@@ -40,6 +40,7 @@ from digen.observe.report import text_summary, write_report
 from digen.observe.text import escape_text
 from digen.observe.trace import write_trace
 from digen.plan import Plan
+from digen.quarantine import Quarantine
 from digen.sched import Scheduler
 from digen.types import EvaluationReport, EvaluationRequest, StepReport, derive_seed
 from digen.workers import Pool
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("digen")
 
 _LOCK = "lock"
+_QUARANTINE = "quarantine.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,10 @@ async def arun(config: RunConfig, *, resume: str | Path | None = None, progress:
 def how_to_continue(folder: Path) -> str:
     """What to do after a run in ``folder`` has ended early, in one line."""
     if saved := completed(folder / "checkpoints"):
-        return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest"
+        left_out = ""
+        if (folder / _QUARANTINE).is_file():
+            left_out = f"; with schedule.max_dropped_groups above 0 it leaves out what is in {folder / _QUARANTINE}"
+        return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest{left_out}"
     if _is_untouched(folder):
         return "nothing was trained; the same command starts again"
     return f"no checkpoint was saved; delete {folder} to start again"
@@ -192,8 +197,38 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
     prepared = prepare(config)
     require_machine(prepared)
     folder = config.folder
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
+    checkpoints = checkpoints_of(prepared)
+    with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
+        checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
+        _make_weights_folder(config)
+        _write_config(config, folder)
+        quarantine = Quarantine(folder / _QUARANTINE)
+        sinks: list[Sink] = [
+            checkpoints.note,
+            stack.enter_context(EventLog(folder / "events.jsonl")),
+            quarantine,
+            stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
+        ]
+        if progress:
+            count = config.num_generators + config.workers.scorers + 1 + sum(map(len, judges.names(config).values()))
+            logs = "Ray's session folder on their nodes" if config.workers.type == "ray" else folder / "logs"
+            print(f"starting {count} worker{'s' * (count > 1)}, logs in {logs}", flush=True)
+            sinks.append(tolerated(stack.enter_context(Progress())))
+        try:
+            steps, outcome = await _train(prepared, checkpoints, checkpoint, quarantine, sinks, signals=signals)
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError, DigenError):  # none of them explains why the run failed
+                _write_reports(folder)
+            raise
+        values = _write_reports(folder)
+    return RunReport(folder, outcome, steps, values)
+
+
+def checkpoints_of(prepared: Prepared) -> Checkpoints:
+    """The checkpoints in a run's folder, and what one of them must fit."""
+    config = prepared.config
+    return Checkpoints(
+        config.folder / "checkpoints",
         every=config.checkpoint.every,
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
@@ -206,28 +241,6 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             "algorithm.name": config.algorithm.name,
         },
     )
-    with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
-        checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
-        _make_weights_folder(config)
-        _write_config(config, folder)
-        sinks: list[Sink] = [
-            checkpoints.note,
-            stack.enter_context(EventLog(folder / "events.jsonl")),
-            stack.enter_context(MetricsLog(folder / "metrics.jsonl")),
-        ]
-        if progress:
-            count = config.num_generators + config.workers.scorers + 1 + sum(map(len, judges.names(config).values()))
-            logs = "Ray's session folder on their nodes" if config.workers.type == "ray" else folder / "logs"
-            print(f"starting {count} worker{'s' * (count > 1)}, logs in {logs}", flush=True)
-            sinks.append(stack.enter_context(Progress()))
-        try:
-            steps, outcome = await _train(prepared, checkpoints, checkpoint, sinks, signals=signals)
-        except BaseException:
-            with contextlib.suppress(OSError, ValueError, DigenError):  # none of them explains why the run failed
-                _write_reports(folder)
-            raise
-        values = _write_reports(folder)
-    return RunReport(folder, outcome, steps, values)
 
 
 def _evaluations(prepared: Prepared, version: int) -> EvaluationRequest | None:
@@ -259,7 +272,13 @@ def _find(checkpoints: Checkpoints, resume: str | Path, config: RunConfig) -> Pa
 
 
 async def _train(
-    prepared: Prepared, checkpoints: Checkpoints, checkpoint: Path | None, sinks: Sequence[Sink], *, signals: bool
+    prepared: Prepared,
+    checkpoints: Checkpoints,
+    checkpoint: Path | None,
+    quarantine: Quarantine,
+    sinks: Sequence[Sink],
+    *,
+    signals: bool,
 ) -> tuple[tuple[StepReport, ...], str]:
     config, plan = prepared.config, prepared.plan
     async with (
@@ -288,6 +307,7 @@ async def _train(
             checkpointer=checkpoints,
             evaluate=partial(_evaluations, prepared) if config.evaluation.every else None,
             start_step=start_step,
+            quarantined=quarantine.found,
         )
         async with scheduler:
             interrupt.begin(scheduler)

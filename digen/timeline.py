@@ -22,6 +22,7 @@ _MARKS = {
     "publish": "P",
     "load": "L",
     "switch": "x",
+    "snapshot": "n",
     "checkpoint": "k",
 }
 

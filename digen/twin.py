@@ -437,7 +437,7 @@ def _in_seconds(sink: Sink, per_s: int) -> Sink:
 _TIMES = ("_s", "/seconds")
 """How metrics end that are times."""
 
-_UNREAL = ("reward/", "weight_sync/bytes", "tag/search_ms")
+_UNREAL = ("reward/", "memory/", "weight_sync/bytes", "tag/search_ms")
 """How metrics begin that a simulated run has none of; deciding takes no virtual time."""
 
 _A_TIME = re.compile(r"(-?\d[\d.e+-]*) s\b")

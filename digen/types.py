@@ -93,8 +93,9 @@ class Payload(Mapping[str, Any]):
     """Named arrays, in one of two forms.
 
     In the process that made or reads them: a mapping from name to an object with the buffer protocol (a numpy
-    array, a ``memoryview``). In the driver and on the wire: only ``ref``, a :class:`PayloadRef`; reading an array
-    through it there raises ``TypeError``, because the driver never holds a tensor.
+    array, a ``memoryview``), or at least with ``nbytes`` where they stay in that process (a tensor on a GPU). In the
+    driver and on the wire: only ``ref``, a :class:`PayloadRef`; reading an array through it there raises ``TypeError``,
+    because the driver never holds a tensor.
     """
 
     __slots__ = ("_arrays", "ref")
@@ -107,6 +108,18 @@ class Payload(Mapping[str, Any]):
         if self._arrays is None:
             raise TypeError("this payload is only a reference; its arrays can be read in a worker, not in the driver")
         return self._arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays. Handles in the driver's process may pass other things too; those count nothing."""
+        if self.ref is not None:
+            return self.ref.nbytes
+        return sum(map(_nbytes, self.values()))
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is known to be gone with the machine that held it: whoever is to read it cannot."""
+        return False
 
     def __getitem__(self, name: str) -> Any:
         return self._mapping()[name]
@@ -121,6 +134,13 @@ class Payload(Mapping[str, Any]):
         if self.ref is not None:
             return f"Payload(ref={self.ref.store}/{self.ref.segment}, {self.ref.nbytes} bytes)"
         return f"Payload({sorted(self._mapping())})"
+
+
+def _nbytes(array: Any) -> int:
+    try:
+        return int(array.nbytes if hasattr(array, "nbytes") else memoryview(array).nbytes)
+    except TypeError:
+        return 0
 
 
 class Encoded(Struct, frozen=True):
@@ -193,6 +213,17 @@ class LoadReport(Struct, frozen=True):
     num_tensors: int
     num_copied: int | None = None
     """Tensors that were copied, if counted: fewer than all where unchanged ones are left alone. Not compared."""
+
+
+class Snapshot(Struct, frozen=True):
+    """A trainer's whole state after a commit, in memory that outlives its process: what another one goes on from."""
+
+    version: int
+    """Optimizer steps in the weights."""
+    payloads: tuple[Payload, ...]
+    """The state, in the trainer's own form; of a trainer of several ranks one for each, to be read by that rank."""
+    nbytes: int
+    """Of all payloads."""
 
 
 class EvaluationRequest(Struct, frozen=True):

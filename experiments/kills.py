@@ -3,9 +3,10 @@
     python experiments/kills.py [--kills 200] [--roles generator,trainer,driver]     about 1 hour on an idle machine
 
 A small job of the digits family runs again and again as ``digen train``. A generator or trainer that is killed is
-started again by the run; a killed driver takes its workers along, and the run is resumed. Instants are drawn, so they
-hit start-ups, loads, commits and half-written checkpoints too; what was hit is counted. Exit code 1 if anything of a
-run outlived it, or if a weight, an optimizer's state or a moving average differs.
+started again by the run; a killed driver takes its workers along, and the run is resumed. Instants are drawn: every
+other one after a process was started, the rest after it has begun to work, so that start-ups, loads, commits and
+half-written checkpoints are hit; what was hit is counted. Exit code 1 if anything of a run outlived it, or if a weight,
+an optimizer's state or a moving average differs.
 """
 
 from __future__ import annotations
@@ -184,23 +185,37 @@ def undisturbed(folder: Path, num_steps: int) -> tuple[dict[str, str], float]:
     return job.digests(), time.monotonic() - began
 
 
-def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: float) -> None:
+@dataclass
+class Instant:
+    """When to kill: so long after a process was started, or after it has begun to work."""
+
+    at_work: bool
+    wait_s: float
+
+    @classmethod
+    def drawn(cls, draw: random.Random, gaps_s: tuple[float, float]) -> Instant:
+        """One of either kind; ``gaps_s`` are the longest times of the two."""
+        at_work = draw.random() < 0.5
+        return cls(at_work, draw.uniform(0, gaps_s[at_work]))
+
+
+def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gaps_s: tuple[float, float]) -> None:
     """One run in which a worker is killed again and again, up to ``most`` times."""
     process, events = job.start(), job.run_folder / "events.jsonl"
-    deadline, wait_s, killed = time.monotonic() + _LIMIT_S, draw.uniform(0, gap_s), set[int]()
+    deadline, instant, killed = time.monotonic() + _LIMIT_S, Instant.drawn(draw, gaps_s), set[int]()
     while process.poll() is None and len(killed) < most and time.monotonic() < deadline:
         worker = job.worker(ROLES[tally.role])
-        if worker is None or worker.pid in killed:
+        log = events.read_bytes() if events.is_file() else b""
+        # Before the run has begun a worker that cannot be started ends it.
+        back = not instant.at_work or log.count(b'"worker_restarted"') == len(killed)
+        if worker is None or worker.pid in killed or not log or not back:
             time.sleep(0.01)
             continue
-        time.sleep(wait_s)
-        begun = events.is_file() and events.stat().st_size
-        if process.poll() is None and worker.is_running() and begun:
+        time.sleep(instant.wait_s)
+        if process.poll() is None and worker.is_running():
             worker.kill()
             killed.add(worker.pid)
-            wait_s = draw.uniform(0, gap_s)
-        else:
-            time.sleep(0.01)  # the run has not begun: a worker that cannot be started ends it
+            instant = Instant.drawn(draw, gaps_s)
     finish(process)
     tally.num_kills += len(killed)
     for event in read_events(events) if events.is_file() else ():
@@ -209,22 +224,31 @@ def kill_workers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: 
             tally.during[hit[1] if hit else "idle"] += 1
 
 
-def kill_drivers(tally: Tally, job: Job, draw: random.Random, most: int, gap_s: float) -> None:
+def kill_drivers(tally: Tally, job: Job, draw: random.Random, most: int, gaps_s: tuple[float, float]) -> None:
     """One run whose driver is killed again and again, up to ``most`` times, and resumed."""
+    metrics = job.run_folder / "metrics.jsonl"
     for _ in range(most):
-        process = job.start()
+        process, instant = job.start(), Instant.drawn(draw, gaps_s)
+        before = size(metrics)
+        while instant.at_work and process.poll() is None and size(metrics) <= before:
+            time.sleep(0.01)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(draw.uniform(0, gap_s))
+            process.wait(instant.wait_s)
             return  # it is done
         children = len(workers_of(process.pid))
         process.kill()
         process.wait()
         tally.num_kills += 1
-        tally.during[f"{children} workers"] += 1
+        tally.during["at work" if instant.at_work else f"start, {children} workers"] += 1
         left(tally, process.pid)
         if job.done:
             return
     finish(job.start())
+
+
+def size(path: Path) -> int:
+    """Bytes of a file; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -236,16 +260,15 @@ def finish(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def measure(role: str, options: argparse.Namespace, folder: Path) -> Tally:
-    """Kill one role again and again, in as many runs as that takes, and compare each with an undisturbed one."""
-    kills, num_steps, gap_s = options.kills, options.steps, options.gap
+def measure(role: str, options: argparse.Namespace, folder: Path, wanted: dict[str, str], alone_s: float) -> Tally:
+    """Kill one role again and again, in as many runs as that takes, and compare each with the undisturbed one."""
+    kills, num_steps, gaps_s = options.kills, options.steps, (options.start_gap, options.work_gap)
     tally, draw = Tally(role), random.Random(f"{options.seed} {role}")  # noqa: S311 - it only chooses instants
-    wanted, alone_s = undisturbed(make(folder / role / "undisturbed"), num_steps)
     while tally.num_kills < kills and len(tally.failures) < 3:
         job = Job(make(folder / role / str(tally.num_runs)), num_steps)
         began = time.monotonic()
         before = tally.num_kills
-        (kill_drivers if role == "driver" else kill_workers)(tally, job, draw, kills - tally.num_kills, gap_s)
+        (kill_drivers if role == "driver" else kill_workers)(tally, job, draw, kills - tally.num_kills, gaps_s)
         if tally.num_kills > before:
             tally.lost_s += time.monotonic() - began - alone_s
         tally.num_runs += 1
@@ -272,14 +295,19 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="of each role")
     parser.add_argument("--roles", default=",".join(ROLES), help=f"some of {', '.join(ROLES)}")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
-    parser.add_argument("--gap", type=float, default=8.0, help="longest time between a start and its kill, in seconds")
+    parser.add_argument("--start-gap", type=float, default=6.0, help="longest time from a start to a kill, in seconds")
+    parser.add_argument("--work-gap", type=float, default=3.0, help="longest time from the beginning of work to a kill")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    print(f"{options.steps} steps a run, kills up to {options.gap:g} s after a start, seed {options.seed}\n{HEAD}")
+    print(
+        f"{options.steps} steps a run, kills up to {options.start_gap:g} s after a start or {options.work_gap:g} s "
+        f"after the beginning of work, seed {options.seed}\n{HEAD}"
+    )
+    alone = undisturbed(make(folder / "undisturbed"), options.steps)
     tallies = []
     for role in options.roles.split(","):
-        tally = measure(role, options, folder)
+        tally = measure(role, options, folder, *alone)
         print(tally, flush=True)
         print("    hit: " + ", ".join(f"{what} {count}" for what, count in tally.during.most_common()), flush=True)
         print("".join(f"    FAILED {failure}\n" for failure in tally.failures), end="", flush=True)

@@ -137,8 +137,14 @@ DEFECTS = (
     Defect(
         "a checkpoint that was due is forgotten",
         "sched.results",
-        "        self._saved_version = NO_VERSION",
+        "        self._saved_version, self._owed_version = NO_VERSION, version",
         "        pass",
+    ),
+    Defect(
+        "a checkpoint that was lost has no successor",
+        "sched.results",
+        "(owed and self._owed_version is not None)",
+        "False",
     ),
     Defect("the trainer stays switched", "sched.recovery", "state.switched = state.bubble_asked", "state.bubble_asked"),
     Defect(
@@ -167,6 +173,122 @@ DEFECTS = (
         "workers.faulty",
         '*micro_batch.seeds("initial-noise")',
         'life.number, *micro_batch.seeds("initial-noise")',
+    ),
+    Defect(
+        "a rollback keeps metrics",
+        "sched.results",
+        "        self._trained = []\n        self._groups.clear()\n",
+        "        self._groups.clear()\n",
+    ),
+    Defect("a restart skips its back-off", "sched.recovery", ") if len(recent) > 1 else 0.0", ") if False else 0.0"),
+    Defect("a back-off is not waited for", "sched.lanes", "            if wait_s > 0:", "            if False:"),
+    Defect(
+        "all workers share one budget",
+        "sched.recovery",
+        "self._restarts.setdefault(worker,",
+        "self._restarts.setdefault('',",
+    ),
+    Defect("who never finishes comes back for ever", "sched.recovery", "barren > rules.max_attempts", "False"),
+    Defect(
+        "the deadline of an answer that came goes off",
+        "sched.lanes",
+        "                finally:\n                    if self._alarm is not None:",
+        "                finally:\n                    if False:",
+    ),
+    Defect("a snapshot that is due is not taken", "sched.snapshots", "version % self._every", "version % 2"),
+    Defect("no snapshot is recalled", "sched.lanes", "        if snapshot is not None and (", "        if False and ("),
+    Defect("a snapshot that cannot be recalled is kept", "sched.lanes", "            self._snapshots.drop()\n", ""),
+    Defect(
+        "a trainer that is back restores nothing",
+        "sched.lanes",
+        'if self.worker.role == "trainer" and self.version != self._wanted:',
+        "if False:",
+    ),
+    Defect(
+        "the oldest checkpoint is restored",
+        "checkpoint",
+        "for path in reversed(self._line):",
+        "for path in self._line:",
+    ),
+    Defect(
+        "a broken checkpoint is restored",
+        "checkpoint",
+        "                return verify(path).version, str(path)",
+        "                return _version(path), str(path)",
+    ),
+    Defect(
+        "the run ends while a checkpoint is written",
+        "sched.state",
+        "self.publish_due or self.writing:",
+        "self.publish_due:",
+    ),
+    Defect(
+        "two checkpoints are written at once",
+        "sched.state",
+        "return self.writing and bool(self.trainer_program)",
+        "return False and bool(self.trainer_program)",
+    ),
+    Defect(
+        "a save that failed counts",
+        "sched.loop",
+        "            self._results.unsaved(task.version)\n"
+        "            self._results.save_if_due(last=self._state.step >= self._state.last_step)",
+        '            self._results.saved(task, "")',
+    ),
+    Defect(
+        "a full disk goes unnoticed",
+        "checkpoint",
+        "            self._prune(state.version)\n        except OSError as error:\n"
+        "            raise cannot_write(temporary, error) from error",
+        "            self._prune(state.version)\n        except OSError:\n            pass",
+    ),
+    Defect(
+        "a full disk is an OSError",
+        "checkpoint",
+        "            self._prune(state.version)\n        except OSError as error:\n"
+        "            raise cannot_write(temporary, error) from error",
+        "            self._prune(state.version)\n        except OSError:\n            raise",
+    ),
+    Defect(
+        "files are not synced",
+        "files",
+        "        file.flush()\n        os.fsync(file.fileno())\n",
+        "        file.flush()\n",
+    ),
+    Defect("a checkpoint has its name before its files are safe", "checkpoint", "    sync_folder(temporary)\n", ""),
+    Defect("a checkpoint's name is not synced", "checkpoint", "    sync_folder(final.parent)\n", ""),
+    Defect(
+        "the manifest comes after the name",
+        "checkpoint",
+        "    write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())\n"
+        "    sync_folder(temporary)\n"
+        "    if final.exists():  # a resumed run reached the same step again\n"
+        "        shutil.rmtree(final)\n"
+        "    temporary.rename(final)\n"
+        "    sync_folder(final.parent)\n",
+        "    if final.exists():\n"
+        "        shutil.rmtree(final)\n"
+        "    temporary.rename(final)\n"
+        "    sync_folder(final.parent)\n"
+        "    write_synced(final / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())\n",
+    ),
+    Defect(
+        "the best checkpoints displace the newest",
+        "checkpoint",
+        "{*folders[-self._keep :], *self._best(folders)}",
+        "{*(self._best(folders) or folders[-self._keep :])}",
+    ),
+    Defect(
+        "a late checkpoint has the reward of a later step",
+        "checkpoint",
+        "        return await self._finish(version, temporary, files, reward)",
+        "        return await self._finish(version, temporary, files, self._rewards.get(version))",
+    ),
+    Defect(
+        "the old checkpoints are deleted first",
+        "checkpoint",
+        "            _complete(temporary, final, files, state)\n            self._prune(state.version)\n",
+        "            self._prune(state.version)\n            _complete(temporary, final, files, state)\n",
     ),
     Defect(
         "metrics of a lost gradient are kept",

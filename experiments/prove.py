@@ -29,6 +29,13 @@ PROOFS: dict[str, tuple[list[str], dict[str, str]]] = {
     "mutations": (["experiments/mutations.py"], {}),
     "kills": (["experiments/kills.py", "--kills", "30"], {}),
     "soak": (["experiments/soak.py", "--minutes", "5"], {}),
+    "fuzz": (
+        [
+            *("-m", "pytest", "-q", "--hypothesis-profile=fuzz", "-k", "garbage_is or tampered or any_type or damaged"),
+            *("tests/workers/test_frames.py", "tests/test_config.py", "tests/run/test_checkpoint.py"),
+        ],
+        {},
+    ),
     "invariants": (["-m", "pytest", "-q", "tests/sched/test_properties.py"], {"DIGEN_PROPERTY_RUNS": "20000"}),
     "timelines": (["experiments/timelines.py"], {}),
     "ablation": (["experiments/ablation.py"], {}),

@@ -288,7 +288,27 @@ def test_best_of_n_is_even() -> None:
     assert AdvantageSection(best_of_n=4).best_of_n == 4
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", "-x", ".hidden", "a b", "x" * 65])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "../up",
+        "../../x",
+        "..",
+        ".",
+        "a/b",
+        "a/../b",
+        "/a",
+        "\\a",
+        "-x",
+        ".hidden",
+        "a b",
+        "a\0",
+        "%2e%2e",
+        "é",
+        "x" * 65,
+    ],
+)
 def test_a_run_name_is_a_plain_file_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.name"):
         load_config(None, {"run.name": name})

@@ -25,6 +25,7 @@ from digen.events import (
     Quarantined,
     Rewarded,
     RolledBack,
+    RolloutLost,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -89,6 +90,7 @@ EVENTS: list[AnyEvent] = [
         micro_batch=MicroBatch(1, 0, 3, (GroupSlice("s0p0", Prompt("a", {"label": 1}), 0, 2, 4),)),
         story=("generated on gen0",),
     ),
+    RolloutLost(time=2.045, step=0, index=3, worker="gen0", version=0),
     RolledBack(time=2.05, version=1, from_version=3, num_discarded=4),
     RunFinished(time=2.1, outcome="failed", error="WorkerDied: gen0"),
 ]

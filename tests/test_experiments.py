@@ -122,7 +122,27 @@ def test_sharding() -> None:
     assert out.rstrip().endswith("the same curve up to 1e-3: met")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: str(path.name))
+def test_kills() -> None:
+    """One of a generator and one of a driver, soon after they have started."""
+    soon = ("--start-gap", "2", "--seed", "190")
+    out = run("kills.py", "--roles", "generator,driver", "--kills", "1", "--steps", "6", *soon)
+    assert re.search(r"^generator +1 .* - +0 +0   1 of 1$", out, re.MULTILINE)
+    assert re.search(r"^driver +1 .* \d\.\d\d +0 +0   1 of 1$", out, re.MULTILINE)
+    assert out.rstrip().endswith("no orphan, no leak: met")
+
+
+def test_a_short_soak() -> None:
+    out = run("soak.py", "--minutes", "0.05", "--every", "2", "--seed", "1")
+    assert re.search(r"^\d+ steps in 0\.05 minutes; killed: {'gen0': [1-9], 'trainer': \d}", out)
+    (counts,) = re.findall(r", (\d+) of (\d+) as in the undisturbed run, bit for bit$", out, re.MULTILINE)
+    assert counts[0] == counts[1]
+    assert out.rstrip().endswith("the same curve, 0 orphans, 0 leaks: met")
+
+
+SCRIPTS = [path for path in sorted((ROOT / "experiments").glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.name))
 def test_every_script_says_what_it_is_for(path: Path) -> None:
     assert f"| `{path.name}` |" in (ROOT / "experiments/README.md").read_text()
     docstring = path.read_text().split('"""')[1]

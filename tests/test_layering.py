@@ -40,6 +40,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "plan",
                 "groups",
                 "guard",
+                "quarantine",
                 "data",
                 "durations",
             )

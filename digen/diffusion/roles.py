@@ -62,6 +62,7 @@ from digen.types import (
     Publication,
     Rollout,
     Scored,
+    Snapshot,
     UpdateReport,
 )
 
@@ -401,6 +402,7 @@ class TrainerTarget(_Policy):
         )
         self._learner = Learner(self._family, self._config, self._ranks)
         self._saving: Saving | None = None
+        self._memory: Memory | None = None
 
     @property
     def version(self) -> int:
@@ -434,7 +436,8 @@ class TrainerTarget(_Policy):
         return self._sender.publish(version, self._learner.published_parameters())
 
     def lend_memory(self, memory: Memory) -> None:
-        """Publish in this shared memory; see :class:`digen.handles.Memory`."""
+        """Publish and take snapshots in this shared memory; see :class:`digen.handles.Memory`."""
+        self._memory = memory
         self._sender.lend_memory(memory)
 
     def _sampling_weights(self) -> AbstractContextManager[None]:
@@ -497,6 +500,15 @@ class TrainerTarget(_Policy):
         """Continue from what :meth:`save` wrote, bit for bit; returns the version."""
         self._sender.settle()
         return self._learner.restore(Path(folder))
+
+    def snapshot(self) -> Snapshot:
+        """Copy what :meth:`save` would write; see :meth:`digen.diffusion.update.Learner.snapshot`."""
+        return self._learner.snapshot(self._memory)
+
+    def recall(self, snapshot: Snapshot) -> int:
+        """Continue from what :meth:`snapshot` copied, bit for bit; returns the version."""
+        self._sender.settle()
+        return self._learner.recall(snapshot)
 
 
 class ColocatedTarget(_Scorer, TrainerTarget):

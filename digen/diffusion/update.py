@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -29,11 +29,14 @@ from digen.diffusion.optim import MovingAverage, WeightCopy, build_optimizer, le
 from digen.diffusion.ranks import Ranks
 from digen.diffusion.saving import Saving
 from digen.diffusion.sharding import Shards
-from digen.diffusion.state import open_tensors, read_json
+from digen.diffusion.snapshot import Contents, Taken, TakenTensors, check_room, take
+from digen.diffusion.state import TensorFile, open_tensors, read_json
 from digen.diffusion.trajectories import Trajectories
 from digen.diffusion.units import padded_units
 from digen.errors import CheckpointError, InvariantViolation, NumericsError, StalenessViolation, StepFailed
-from digen.types import CommitReport, MicroBatch, UpdateReport
+from digen.handles import Memory
+from digen.machine import available_memory
+from digen.types import CommitReport, MicroBatch, Snapshot, UpdateReport
 
 _WEIGHTS, _EMA = WEIGHT_FILES["raw"], WEIGHT_FILES["ema"]
 _OPTIMIZER, _ALGORITHM, _STATE = "optimizer.safetensors", "algorithm.safetensors", "state.json"
@@ -99,6 +102,7 @@ class Learner:
         self._parked: dict[str, Tensor] | None = None
         self._gathered = False
         self._copies: dict[str, dict[str, Tensor]] = {}
+        self._has_room = False
 
     def published_parameters(self) -> Mapping[str, Tensor]:
         """What generators are to sample with; float32 where the optimizer has master weights."""
@@ -408,16 +412,25 @@ class Learner:
         return self._saving(folder, self._copies)
 
     def _saving(self, folder: Path, copies: dict[str, dict[str, Tensor]] | None = None) -> Saving:
+        return Saving(folder, self._files(), {_STATE: self._plain()}, self._ranks, copies)
+
+    def _files(self) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors of the state, by the checkpoint's file that holds them."""
         optimizer = {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
             for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
-        files = {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer}
-        files |= {name: held.tensors for name, held in self._held().items()}
+        return {_WEIGHTS: self._parameters, _OPTIMIZER: optimizer} | {
+            name: held.tensors for name, held in self._held().items()
+        }
+
+    def _plain(self) -> dict[str, Any]:
+        """The rest of the state, as plain data."""
         state = _State(self.version, self._old_log_probs, self._forwards.state(), self._num_skipped)
-        return Saving(folder, files, {_STATE: msgspec.to_builtins(state)}, self._ranks, copies)
+        found: dict[str, Any] = msgspec.to_builtins(state)
+        return found
 
     def _held(self) -> dict[str, WeightCopy]:
         """Weights beside the trained ones, by file name."""
@@ -441,27 +454,69 @@ class Learner:
             state = msgspec.convert(read_json(folder / _STATE), _State)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"checkpoint file {folder / _STATE}: {error}; use an earlier checkpoint") from None
-        wanted = {_WEIGHTS: self._parameters} | {name: held.tensors for name, held in self._held().items()}
         with ExitStack() as stack:
-            files = {name: stack.enter_context(open_tensors(folder / name)) for name in (*wanted, _OPTIMIZER)}
-            for name, tensors in wanted.items():
-                files[name].check(tensors)
-            slots = [key.rpartition("/") for key in files[_OPTIMIZER].shapes]
-            for name, _, _ in slots:
-                if name not in self._parameters:
-                    raise CheckpointError(f"{folder / _OPTIMIZER} is of another model: it has state for {name!r}")
-            self._abandon()
-            self._parked = None
-            for name, tensors in wanted.items():
-                files[name].read(tensors)
-            self._optimizer.state.clear()
-            for name, _, slot in slots:
-                parameter = self._parameters[name]
-                self._optimizer.state[parameter][slot] = files[_OPTIMIZER].like(f"{name}/{slot}", parameter)
+            names = (_WEIGHTS, _OPTIMIZER, *self._held())
+            self._take_over(state, {name: stack.enter_context(open_tensors(folder / name)) for name in names})
+
+    def _take_over(self, state: _State, files: Mapping[str, TensorFile | TakenTensors]) -> None:
+        wanted = {_WEIGHTS: self._parameters} | {name: held.tensors for name, held in self._held().items()}
+        for name, tensors in wanted.items():
+            files[name].check(tensors)
+        slots = [key.rpartition("/") for key in files[_OPTIMIZER].shapes]
+        for name, _, _ in slots:
+            if name not in self._parameters:
+                where = files[_OPTIMIZER].path
+                raise CheckpointError(f"{where} is of another model: it has state for {name!r}")
+        self._abandon()
+        self._parked = None
+        for name, tensors in wanted.items():
+            files[name].read(tensors)
+        self._optimizer.state.clear()
+        for name, _, slot in slots:
+            parameter = self._parameters[name]
+            self._optimizer.state[parameter][slot] = files[_OPTIMIZER].like(f"{name}/{slot}", parameter)
         self.version = state.version
         self._old_log_probs = state.old_log_probs
         self._forwards.restore(state.forwards)
         self._num_skipped = state.num_skipped
+
+    # State in memory
+
+    def snapshot(self, memory: Memory | None) -> Snapshot:
+        """Copy the state that :meth:`save` writes, after the last commit: of several ranks what this one holds.
+
+        Args:
+            memory: of the worker, where it is lent; else it is copied into memory of this process.
+
+        Raises:
+            ConfigError: before the first one, the machine has not the memory for all that will be held.
+            RankFailed: another rank failed.
+        """
+        files = self._files()
+        contents = Contents.of(files, self._plain())
+        if not self._has_room:
+            available = -self._ranks.largest(-available_memory())  # of all ranks before the first of them takes any
+            check_room(int(self._ranks.largest(contents.nbytes)) * self._ranks.num_ranks, int(available))
+            self._has_room = True
+        with self._ranks.together():
+            payload = take(contents, files, memory)
+        return Snapshot(self.version, (payload,), contents.nbytes)
+
+    def recall(self, snapshot: Snapshot) -> int:
+        """Continue bit-identically from what :meth:`snapshot` copied on this rank. Returns the version.
+
+        Open gradients are dropped.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model or number of ranks; nothing was changed then.
+            RankFailed: another rank failed.
+        """
+        with self._ranks.together():
+            taken = Taken(snapshot.payloads)
+        with self._ranks.together():  # that all have what is theirs is known by now
+            self._take_over(msgspec.convert(taken.plain, _State), taken.files)
+        self._has_room = True  # it is one of those that are held
+        return self.version
 
 
 def _advantages(advantages: Sequence[float | None], names: Sequence[str]) -> Tensor:

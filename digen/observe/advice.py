@@ -27,6 +27,7 @@ _REMEDY = {
     "wait_barrier": "the barrier between stages holds them back: try schedule.mode=gap",
     "wait_hold": "they stop together for every weight sync: try schedule.sync=pull",
     "wait_limit": "schedule.max_generating is reached: raise it",
+    "wait_memory": "schedule.max_rollout_bytes is reached: raise it",
     "wait_encode": "prompts are encoded too slowly: encode on a GPU, or use a smaller text encoder",
     "wait_evaluate": "commits wait for evaluations: raise evaluation.every, or draw fewer samples",
     "wait_checkpoint": "checkpoints are written too slowly: raise checkpoint.every, or use a faster disk",

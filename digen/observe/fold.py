@@ -24,6 +24,7 @@ from digen.events import (
     Quarantined,
     Rewarded,
     RolledBack,
+    RolloutLost,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -77,6 +78,7 @@ class Fold:
         """(step, index) generated and not yet being scored: SQ."""
         self.update_queue: set[tuple[int, int]] = set()
         """(step, index) scored and not yet being updated: UQ, and what waits for its group."""
+        self._quarantined: set[tuple[int, int]] = set()
         self._on_span = on_span
         self._keep_steps = keep_steps
         self._offset = 0.0
@@ -155,7 +157,12 @@ class Fold:
             case TaskRetried():
                 self.counts["num_retries"] += 1
             case Quarantined():
-                self.counts["num_quarantined"] += 1
+                self._quarantined.add((event.step, event.index))  # a resumed run says so again
+                self.counts["num_quarantined"] = len(self._quarantined)
+            case RolloutLost():
+                self.counts["num_rollouts_lost"] += 1
+                self.score_queue.discard((event.step, event.index))
+                self.update_queue.discard((event.step, event.index))
             case RolledBack():
                 self.counts["num_rollbacks"] += 1
                 self._forget_from(event.version)

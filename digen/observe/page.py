@@ -29,8 +29,8 @@ _PICTURES = {"png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF89a"}
 """What a page embeds, by how it begins."""
 
 _KINDS = (
-    *("encode", "generate", "assist", "score", "update", "commit", "publish", "load", "switch", "checkpoint"),
-    "evaluate",
+    *("encode", "generate", "assist", "score", "update", "commit", "publish", "load", "switch", "snapshot"),
+    *("checkpoint", "evaluate"),
 )
 
 _COLUMNS = (

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from digen.events import (
@@ -67,8 +67,9 @@ class Progress:
             self.close()
 
     def close(self) -> None:
-        """Take the live view away. Lines stay."""
-        self._stack.close()
+        """Take the live view away. Lines stay. Harmless when the terminal is gone."""
+        with suppress(OSError):
+            self._stack.close()
 
     def __enter__(self) -> Progress:
         return self

@@ -236,7 +236,7 @@ def _counts(fold: Fold) -> dict[str, Any]:
     counts = {f"num_{name}": fold.counts[f"num_{name}"] for name in (
         "tasks_started", "tasks_done", "tasks_failed", "tasks_lost", "stale_starts", "groups", "groups_spanning",
         "groups_mixed", "tag_inserted", "tag_skipped", "commits", "workers_lost", "restarts", "retries", "quarantined",
-        "rollbacks",
+        "rollbacks", "rollouts_lost",
     )}  # fmt: skip
     return counts | {"num_assists": fold.tasks("assist"), "switch_s": fold.seconds("switch")}
 
@@ -245,9 +245,9 @@ def losses_shown(counts: dict[str, Any]) -> str:
     """What was lost and what became of it, in words."""
     parts = [f"{counts['num_workers_lost']} workers lost", f"{counts['num_restarts']} restarted"]
     parts += [f"{counts['num_retries']} tasks repeated"]
-    for name in ("quarantined", "rollbacks"):
+    for name, shown in (("rollouts_lost", "rollouts lost"), ("quarantined", "quarantined"), ("rollbacks", "rollbacks")):
         if counts[f"num_{name}"]:
-            parts.append(f"{counts[f'num_{name}']} {name}")
+            parts.append(f"{counts[f'num_{name}']} {shown}")
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ from digen.events import (
     MicroBatchSettled,
     Quarantined,
     RolledBack,
+    RolloutLost,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -31,7 +32,7 @@ from digen.events import (
 
 NO_VERSION = -1
 """What a worker holds whose weights are of no version that counts."""
-_WHOLE_STEP = {"encode", "load", "switch", "commit", "publish", "checkpoint", "evaluate"}
+_WHOLE_STEP = {"encode", "load", "switch", "commit", "publish", "snapshot", "checkpoint", "evaluate"}
 
 
 def check(events: Iterable[AnyEvent]) -> InvariantChecker:
@@ -58,7 +59,8 @@ class InvariantChecker:
     finished + failed + running.
 
     A task whose worker is lost may be repeated, one attempt after the other, until its micro-batch is quarantined; a
-    worker that is lost does nothing until it is back; a trainer that is back has no gradient, so that the step's
+    worker that is lost does nothing until it is back; a rollout that is lost while no task reads it, and was not
+    trained on, is generated and scored again; a trainer that is back has no gradient, so that the step's
     updates come again; a run that rolls back commits its steps again, and nothing that was under way counts.
     """
 
@@ -105,8 +107,11 @@ class InvariantChecker:
                 self._retried(event)
             case Quarantined():
                 self._require((event.step, event.index) not in self._quarantined, "quarantined twice")
-                self._quarantined[event.step, event.index] = self._mb_version[event.step, event.index]
+                version = self._mb_version.setdefault((event.step, event.index), event.step)  # or never begun
+                self._quarantined[event.step, event.index] = version
                 self._stage[event.step, event.index] = "scored"
+            case RolloutLost():
+                self._rollout_lost(event)
             case RolledBack():
                 self._rolled_back(event)
             case GroupCompleted():
@@ -187,6 +192,10 @@ class InvariantChecker:
                 self._all_settled(event.step)
             case "publish":
                 self._require(event.version == self._version, f"publishes a version other than {self._version}")
+            case "snapshot":
+                self._require(self._roles[worker] == "trainer", "a snapshot away from the trainer")
+                self._require(event.version == self._version, f"a snapshot of a version other than {self._version}")
+                self._require(not self._updated, "a snapshot in the middle of a step")
             case "load":
                 self._require(event.version in self._published, "loads a version that was not published")
                 self._require(event.version != self._versions[worker], "loads the version it holds")
@@ -340,11 +349,22 @@ class InvariantChecker:
     def _retried(self, event: TaskRetried) -> None:
         key = (event.step, event.index)
         attempt = (event.kind.replace("assist", "generate"), *key)
-        self._require(event.attempt == self._attempts.get(attempt, 1) + 1, "skips an attempt")
+        anew = event.kind == "evaluate" and event.attempt == 2  # it was given up with its weights, which came back
+        self._require(anew or event.attempt == self._attempts.get(attempt, 1) + 1, "skips an attempt")
         self._attempts[attempt] = event.attempt
         if event.kind == "score":
             self._stage[key] = "generated"
             self._num_unscored += 1
+
+    def _rollout_lost(self, event: RolloutLost) -> None:
+        key = (event.step, event.index)
+        stage = self._stage.pop(key, "not generated")
+        self._require(stage in {"generated", "scored", "updating"}, f"a rollout is lost while {stage}")
+        reading = [task for task in self._running.values() if task.task not in self._void]
+        self._require(all(key != (task.step, task.index) for task in reading), "while a task reads it")
+        self._require(event.version == self._mb_version[key], "not the version that generated it")
+        self._num_unscored -= stage == "generated"
+        self._stale[event.step] = self._stale.get(event.step, 0) - (event.step > event.version)
 
     def _rolled_back(self, event: RolledBack) -> None:
         run = self._the_run

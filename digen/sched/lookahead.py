@@ -87,12 +87,15 @@ def node_limit(instance: Instance, max_nodes: int) -> int:
 def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[Instance, StepState] | None:
     """The live state as the model sees it, or ``None`` while a duration that it needs is unknown.
 
-    Nor does the model know of losses: of micro-batches that come again after later ones or were given up, of tasks that
-    are void, and of generators that all wait for weights.
+    Nor does the model know of losses: of micro-batches that come again after later ones (of this step or the next) or
+    were given up, of tasks that are void, and of generators that all wait for weights.
     """
     instance, generators = measured(state, profile), _in_order(state)
     size, num_pending = len(step.micro_batches), len(step.pending)
-    again = num_pending and step.pending[0] + num_pending != size
+    later = [other for other in state.steps.values() if other.number > step.number]
+    again = (num_pending and step.pending[0] + num_pending != size) or any(
+        len(other.pending) < len(other.micro_batches) for other in later
+    )
     given_up = num_pending + step.num_generating + len(step.rollouts) != size
     if (
         instance is None

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -45,6 +45,7 @@ from digen.events import (
     AnyEvent,
     BubbleOpened,
     CheckpointSaved,
+    Quarantined,
     Role,
     RunFinished,
     RunStarted,
@@ -70,6 +71,7 @@ from digen.sched.profile import Profile
 from digen.sched.recovery import Budget, Lost, Recovery
 from digen.sched.results import Results, describe
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
+from digen.sched.snapshots import Snapshots
 from digen.sched.state import State, Step, Task, Worker
 from digen.sched.story import Story
 from digen.sched.tag import Decision, Durations, Policy, StaleStart, policy_from
@@ -112,7 +114,8 @@ class Scheduler:
         defer_divisor: hand out advantages without a divisor of the whole step, and give it to the trainer's commit as
             a third argument. Exact where the loss is homogeneous in the advantage and does not clamp it.
         policy: a TAG policy of your own, in place of ``config.tag``.
-        sinks: called with every event, in order, and must not block.
+        sinks: called with every event, in order, and must not block. One that raises ends the run, because somebody
+            may rely on it; put those that only show it, such as trackers, into :func:`digen.events.tolerated`.
         on_commit: called with every StepReport as it is made; must not block.
         on_publish: called with every Publication; must not block.
         checkpointer: when and how to save.
@@ -120,6 +123,8 @@ class Scheduler:
             ``None`` it is not.
         profile: durations that are known already, for policies that compute with them.
         start_step: first step, for a resumed run; equals the optimizer steps in the trainer's weights.
+        quarantined: micro-batches that an earlier run of the plan gave up. Where groups may be dropped these are not
+            tried again.
 
     Raises:
         ConfigError: the handles do not fit the config, or the plan and ``advantage`` not each other.
@@ -146,6 +151,7 @@ class Scheduler:
         evaluate: Callable[[int], EvaluationRequest | None] | None = None,
         profile: Profile | None = None,
         start_step: int = 0,
+        quarantined: Iterable[Quarantined] = (),
     ) -> None:
         from digen.config import AdvantageSection, ScheduleConfig
         from digen.restarts import RestartsSection
@@ -182,6 +188,7 @@ class Scheduler:
         self._checkpointer = checkpointer
         self._evaluate = evaluate
         self._start_step = start_step
+        self._quarantined = tuple(quarantined)
         self._profile = profile if profile is not None else Profile()
         self._lanes: dict[str, Lane] = {}
         self._restarts: dict[Worker, Restart] = {}
@@ -199,6 +206,8 @@ class Scheduler:
         self.outcome = "running"
         """running, completed, drained, stopped or failed."""
         self._num_tasks = 0
+        self._taken: Iterator[tuple[Task, Any, Exception | None]] = iter(())
+        """Completions out of the inbox that are being applied."""
         self._writing: tuple[Task, asyncio.Future[str]] | None = None
         """The checkpoint that is being written while the trainer goes on."""
         self._state: State
@@ -328,6 +337,7 @@ class Scheduler:
     async def _run(self) -> None:
         state = self._state
         try:
+            self._recovery.recall(self._quarantined)
             while not state.finished and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
                     while task is not None:
@@ -380,12 +390,14 @@ class Scheduler:
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
         self._readmit()
         self._look_at_writing()
-        for task, result, error in completions:
+        self._taken = iter(completions)
+        for task, result, error in self._taken:
             now = self._now()  # each time: what follows a completion emits events with later times
             if task.worker.task is not task:
                 self._recovery.fence()
                 continue
             if task.void or (error is not None and not self._results.may_drop(task, error)):
+                self._results.discard(task, result)
                 self._fail(task, error if error is not None else DigenError("the run went back behind it"))
                 continue
             try:
@@ -423,7 +435,7 @@ class Scheduler:
     def _idle(self, task: Task) -> None:
         worker, state = task.worker, self._state
         self._ended(task)
-        if worker.role == "trainer" and task.kind not in {"switch", "publish", "checkpoint"}:
+        if worker.role == "trainer" and task.kind not in {"switch", "publish", "snapshot", "checkpoint"}:
             state.bubble_asked = state.bubble_reopened = False
         if not worker.leaving:
             state.set_idle(worker)
@@ -456,6 +468,7 @@ class Scheduler:
             self._recovery.undo(task, error)
         except Exception as problem:
             raise self._failure(task, problem) from error
+        self._recovery.take_stock()
         if lost is None and worker.leaving:
             self._leave(worker)
 
@@ -493,9 +506,11 @@ class Scheduler:
             worker,
             wait_s,
             hung=hung,
+            deadline_s=self._rules.first_deadline_s,
             wanted=self._state.step,
             inbox=self._inbox,
             checkpointer=self._checkpointer,
+            snapshots=self._snapshots,
             loop=self._loop,
         )
 
@@ -505,17 +520,19 @@ class Scheduler:
             restart = self._inbox.restarted.popleft()
             worker, now, error = restart.worker, self._now(), restart.error
             del self._restarts[worker]
+            self._abandon(restart.coroutine)
             try:
                 if error is None:
                     self._rejoin(worker, restart.version)
                 else:
                     self._state.absent.pop(worker.name, None)
-                    lost = self._recovery.lose(worker, "died", error, restartable=True)
-                    self._emit(WorkerLost(now, worker.name, worker.role, "died", str(error), lost.wait_s))
+                    hung = isinstance(error, WorkerTimeout)
+                    lost = self._recovery.lose(worker, "hung" if hung else "died", error, restartable=True)
+                    self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, str(error), lost.wait_s))
                     if lost.wait_s is not None:
                         if worker.role != "trainer":
                             self._state.absent[worker.name] = worker
-                        self._restart(worker, lost.wait_s)
+                        self._restart(worker, lost.wait_s, str(error) if hung else "")
             except Exception as problem:
                 what = f"worker {worker.name!r} was lost and could not be started again: {problem}"
                 raise StepFailed(f"step {self._state.step} failed: {what}") from problem
@@ -532,6 +549,7 @@ class Scheduler:
         self._meter.count("worker/restarts")
         self._emit(WorkerRestarted(now, worker.name, worker.role, version, now - self._lost_at.pop(worker)))
         state.recount_outdated()
+        self._recovery.take_stock()
 
     # ---- checkpoints that are written while the trainer goes on --------------------------------------------------
 
@@ -549,7 +567,7 @@ class Scheduler:
             self._results.saved(task, path.result())
         elif error is None or isinstance(error, WorkerDied | WorkerTimeout | ProtocolError | RankFailed):
             # The trainer is lost, as its next task will find out; at the end of the run that is another save.
-            self._results.unsaved()
+            self._results.unsaved(task.version)
             self._results.save_if_due(last=self._state.step >= self._state.last_step)
         elif isinstance(error, Exception):
             raise self._failure(task, error) from error
@@ -561,8 +579,8 @@ class Scheduler:
         if self._writing is not None and not self._writing[1].cancel():
             self._look_at_writing()
         elif self._writing is not None:
+            self._results.unsaved(self._writing[0].version)
             self._writing, self._state.writing = None, False
-            self._results.unsaved()
 
     def _open_bubbles(self) -> None:
         if not self._just_idle:
@@ -659,6 +677,7 @@ class Scheduler:
         self._state = State(plan, self._assemble, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
+        self._snapshots = Snapshots(trainer, self._rules, lambda payload: self._release(self._state.trainer, payload))
         self._results = Results(
             self._state,
             self._meter,
@@ -670,6 +689,7 @@ class Scheduler:
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
             writing=self._follow_writing,
+            snapshots=self._snapshots,
             evaluate=self._evaluate,
         )
         self._recovery = Recovery(
@@ -763,9 +783,14 @@ class Scheduler:
     async def _end(self, outcome: Any, error: BaseException | None = None) -> None:
         """Cancel what runs, account for it, say so."""
         self.outcome = outcome
+        await self._cancel_lanes()
+        for task, result, _ in (*self._taken, *self._inbox.take()):  # what nobody has looked at yet
+            if isinstance(result, asyncio.Future) and not result.done():
+                self._writing = task, result
+            if task.worker.task is task:  # and no answer that came twice, or of an earlier life
+                self._results.discard(task, result)
         if self._writing is not None:
             await self._end_writing(outcome == "failed")
-        await self._cancel_lanes()
         emit = self._emit if error is None else self._emit_despite
         for lane in self._lanes.values():
             if lane.worker.task is not None:
@@ -830,12 +855,18 @@ class Scheduler:
             await asyncio.wait(ending)
 
     async def _close(self) -> None:
-        if self._runner is not None:
-            await asyncio.wait([self._runner])
-        await self._cancel_lanes()
-        owned, self._owned = self._owned, []
-        closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
-        await asyncio.gather(*closers, return_exceptions=True)
+        try:
+            if self._runner is not None:
+                await asyncio.wait([self._runner])
+                if self.outcome == "running":  # it was cancelled before its first turn
+                    await self._end("stopped")
+            await self._cancel_lanes()
+            if self._runner is not None:
+                self._results.let_go()
+        finally:
+            owned, self._owned = self._owned, []
+            closers = [handle.aclose() for handle in owned if hasattr(handle, "aclose")]
+            await asyncio.gather(*closers, return_exceptions=True)
 
 
 def _task_failed(task: Task, now: float, error: str) -> TaskFailed:

@@ -73,6 +73,7 @@ class Meter:
         workers: Iterable[Worker],
         trained: list[dict[str, float]],
         committed: dict[str, float],
+        rollout_bytes: int,
     ) -> dict[str, float]:
         """The values of the step that was just committed; starts the next one."""
         wall_s = now - self._start
@@ -98,6 +99,7 @@ class Meter:
             "tag/skipped": self._tag["skipped"],
             "tag/context_switch_s": self._kind_s["switch"],
             "tag/search_ms": 1000 * self._search_s,
+            "memory/rollout_bytes": rollout_bytes,
             "weight_sync/bytes": self._published_bytes,
             "weight_sync/seconds": self._kind_s["publish"] + self._kind_s["load"],
         }

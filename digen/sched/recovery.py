@@ -1,21 +1,33 @@
 """What the loss of a worker means: who comes back and when, and what becomes of the task that it had.
 
 Pure decisions and bookkeeping; :class:`digen.sched.lanes.Restart` does the waiting. A generation or score that is lost
-goes back to the front of its queue, with the same seeds. A trainer takes its gradient with it: it is restored at the
-version that it had and the step's updates are applied again from the rollouts, which are kept until the commit; or it
-can only be restored at an earlier version, and the run goes back to that.
+goes back to the front of its queue, with the same seeds. A trainer takes its gradient with it: it gets back the state
+that it had, from a snapshot or a checkpoint, and the step's updates are applied again from the rollouts, which are kept
+until the commit; or there is only an earlier state, and the run goes back to that. A machine that is lost takes
+payloads with it: what they held is made again, though the worker that was to read it is well.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from digen.errors import CheckpointError, ProtocolError, RankFailed, WorkerDied, WorkerRaised, WorkerTimeout
-from digen.events import Loss, Quarantined, RolledBack, Sink, TaskKind, TaskRetried
+from digen.errors import (
+    CheckpointError,
+    ConfigError,
+    DigenError,
+    PayloadLost,
+    ProtocolError,
+    RankFailed,
+    WorkerDied,
+    WorkerRaised,
+    WorkerTimeout,
+)
+from digen.events import Loss, Quarantined, RolledBack, RolloutLost, Sink, TaskKind, TaskRetried
 from digen.sched.meter import Meter
 from digen.sched.results import Results
 from digen.sched.state import State, Task, Worker
@@ -31,6 +43,10 @@ _METRICS: dict[Loss, str] = {
     "protocol": "worker/deaths",
     "raised": "worker/deaths",
 }
+_READERS = {"generate", "assist", "score", "update", "load"}
+"""Kinds of tasks that read a payload."""
+_MAX_ROBBED = 10
+"""So often in a row no machine is lost that holds what a task is to read: something else is wrong."""
 
 
 class Lost(Struct, frozen=True):
@@ -124,6 +140,8 @@ class Recovery:
         self._failures: dict[tuple[TaskKind, int, int], list[str]] = {}
         """The workers that failed in a row, by kind of task, step and micro-batch. A rollback does not undo them."""
 
+        self._num_robbed: Counter[tuple[TaskKind, int, int]] = Counter()
+        """How often in a row what a task was to read was lost, which is no fault of the task."""
         self._quarantined: list[tuple[Task, Exception]] = []
 
     def finished(self, task: Task) -> None:
@@ -131,6 +149,8 @@ class Recovery:
         self._budget.useful(task.worker.name)
         if self._failures:
             self._failures.pop(_key(task), None)
+        if self._num_robbed:
+            self._num_robbed.pop(_key(task), None)
 
     def fence(self) -> None:
         """An answer came that nobody waits for: a second one, or one of an earlier life of the worker."""
@@ -143,8 +163,9 @@ class Recovery:
             Exception: ``error`` itself, if the run cannot go on.
         """
         reason = _reason(task, error)
-        retried = isinstance(error, WorkerRaised) and task.kind in {"generate", "score", "encode"}
-        if self._rules.budget == 0 or not (reason or task.void or (retried and task.worker.role != "trainer")):
+        raised = isinstance(error, WorkerRaised) and task.kind in {"generate", "score", "encode"}
+        retried = (raised and task.worker.role != "trainer") or _robbed(task, error)
+        if self._rules.budget == 0 or not (reason or task.void or retried):
             raise error
         if reason is None:
             return None
@@ -176,17 +197,55 @@ class Recovery:
         """
         self._meter.lost(task, self._now())
         self._results.abandon(task)
-        if task.void or task.kind == "load":  # whoever comes back loads what is current then
+        if task.void:
+            return
+        if _robbed(task, error):
+            self._make_again(task, error)
+            return
+        if task.kind == "load":  # whoever comes back loads what is current then
             return
         failed = self._failures.setdefault(_key(task), [])
         failed.append(task.worker.name)
         if len(failed) >= self._rules.max_attempts:
             self._give_up(task, failed, error)
+        elif task.index >= 0 and self._state.ledger(task.step).assembler.moot(task.index):
+            self._give_up(task, failed, error)  # nothing would be trained on it
         elif self._requeue(task):
             self._meter.count("faults/retries")
             self._emit(TaskRetried(self._now(), task.kind, task.step, task.index, len(failed) + 1, str(error)))
         else:
             del self._failures[_key(task)]
+
+    def take_stock(self) -> None:
+        """A worker is lost, or back: rollouts may be lost that nobody has asked for since."""
+        self._forget(self._state.lost_rollouts())
+
+    def _make_again(self, task: Task, error: Exception) -> None:
+        """What a task was to read is lost: that is made again first. Of several readers, the first has it made."""
+        state = self._state
+        match task.kind:
+            case "load":
+                (publication,) = task.argument
+                first = state.publication is publication
+                state.publication_lost(publication, task.worker)
+            case "score" | "update":
+                first = True
+                self._forget([(task.step, task.index), *state.lost_rollouts()])
+            case _:
+                step = state.ledger(task.step)
+                state.undispatch(step, task)
+                first = step.encoded is task.argument[-1]
+                if first:
+                    step.encoder = step.encoded = None
+        self._num_robbed[_key(task)] += first
+        if self._num_robbed[_key(task)] > _MAX_ROBBED:
+            raise error
+
+    def _forget(self, rollouts: Sequence[tuple[int, int]]) -> None:
+        for number, index in sorted(rollouts, reverse=True):  # so that the lowest comes first in its queue
+            worker, version = self._results.forget(self._state.ledger(number), index)
+            self._meter.count("faults/rollouts_lost")
+            self._emit(RolloutLost(self._now(), number, index, worker, version))
 
     def _requeue(self, task: Task) -> bool:
         """Whether a task is done again; what a trainer did for a whole step is, if it still has to be."""
@@ -220,6 +279,43 @@ class Recovery:
             self._budget.forgive(worker)
         self._results.follow_drop(task, error)
         self._quarantined.append((task, error))
+        self._leave_out_groups_of(task)
+
+    def _leave_out_groups_of(self, given_up: Task) -> None:
+        """What has not begun of groups that are lost is not begun: it might cost as many workers again."""
+        step = self._state.ledger(given_up.step)
+        for index in [index for index in step.pending if step.assembler.moot(index)]:
+            error = DigenError(f"its groups are lost with micro-batch {given_up.index}")
+            micro_batch = step.micro_batches[index]
+            self._leave_out(Quarantined(0.0, "generate", step.number, index, 0, str(error), micro_batch, ()), error)
+
+    def _leave_out(self, event: Quarantined, error: DigenError) -> None:
+        version = self._state.ledger(event.step).lost_versions.get(event.index, event.step)  # of an attempt, or none
+        task = Task("generate", self._state.trainer, event.step, event.index, version, ())
+        self._emit(replace(event, time=self._now()))
+        self._results.withhold(task, error)
+        self._quarantined += [(task, error)]
+
+    def recall(self, quarantined: Iterable[Quarantined]) -> None:
+        """Give up at once what an earlier run of the plan has given up. Where nothing may be dropped it is tried again.
+
+        Raises:
+            ConfigError: it is of another plan.
+            RewardError: more groups are lost by that than may be.
+        """
+        state = self._state
+        for event in {(event.step, event.index): event for event in quarantined}.values():
+            if state.rules.max_dropped == 0 or not state.start_step <= event.step < state.last_step:
+                continue
+            if event.index not in state.ledger(event.step).pending:
+                continue  # its groups are lost already
+            if event.micro_batch not in state.ledger(event.step).micro_batches:
+                raise ConfigError(
+                    f"step {event.step} micro-batch {event.index} is in quarantine, but of another plan; "
+                    "delete quarantine.jsonl in the run's folder"
+                )
+            self._leave_out(event, DigenError(f"in quarantine: {event.error}"))
+            self._leave_out_groups_of(self._quarantined[-1][0])
 
     def trainer_lost(self) -> None:
         """What the trainer was going to do it will not: an assist that was reserved goes back."""
@@ -228,7 +324,7 @@ class Recovery:
             if kind == "assist":
                 state.undispatch(state.ledger(argument.step), argument)
             elif kind == "checkpoint":
-                self._results.unsaved()
+                self._results.unsaved(*argument)
         state.trainer_program.clear()
         state.switched = state.bubble_asked = state.bubble_reopened = False
 
@@ -242,7 +338,7 @@ class Recovery:
         if not state.start_step <= version <= before:
             raise CheckpointError(
                 f"trainer {state.trainer.name!r} was started again but holds version {version}, and there is no "
-                f"checkpoint of a version from {state.start_step} to {before} that it could be restored from"
+                f"snapshot or checkpoint of a version from {state.start_step} to {before} that it could go on from"
             )
         if version == before:
             self._results.reopen()
@@ -256,11 +352,17 @@ class Recovery:
             for task, error in self._quarantined:
                 if task.step >= version:
                     self._results.withhold(task, error)
-        self._results.save_if_due(last=state.step >= state.last_step)
+        self._results.copy_if_due()
+        self._results.save_if_due(last=state.step >= state.last_step, owed=True)
 
 
 def _key(task: Task) -> tuple[TaskKind, int, int]:
     return "generate" if task.kind == "assist" else task.kind, task.step, task.index
+
+
+def _robbed(task: Task, error: Exception) -> bool:
+    """Whether a task failed because what it reads is lost, and its worker is well."""
+    return isinstance(error, PayloadLost) and task.kind in _READERS
 
 
 def _reason(task: Task, error: Exception) -> Loss | None:

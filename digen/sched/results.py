@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from digen.errors import NumericsError, ProtocolError, RewardError, StalenessViolation
+from digen.errors import ConfigError, NumericsError, ProtocolError, RewardError, StalenessViolation
 from digen.events import (
     CheckpointSaved,
     Evaluated,
@@ -25,6 +25,7 @@ from digen.events import (
 from digen.groups import Arrival, CompletedGroup
 from digen.sched.lanes import Checkpointer
 from digen.sched.meter import Meter
+from digen.sched.snapshots import Snapshots
 from digen.sched.state import NO_VERSION, State, Step, Task, Worker
 from digen.sched.sync import WeightSync
 from digen.types import (
@@ -37,6 +38,7 @@ from digen.types import (
     Publication,
     Rollout,
     Scored,
+    Snapshot,
     StepReport,
     UpdateReport,
 )
@@ -59,6 +61,7 @@ class Results:
         on_publish: gets every publication.
         checkpointer: says when to save.
         writing: gets a checkpoint that is still being written.
+        snapshots: says when to copy the trainer's state, and keeps the copy.
         evaluate: says what a version is evaluated on.
     """
 
@@ -75,6 +78,7 @@ class Results:
         on_publish: Callable[[Publication], None] | None,
         checkpointer: Checkpointer | None,
         writing: Callable[[Task, asyncio.Future[str]], None],
+        snapshots: Snapshots,
         evaluate: Callable[[int], EvaluationRequest | None] | None,
     ) -> None:
         self.state = state
@@ -87,11 +91,13 @@ class Results:
         self._on_publish = on_publish
         self._checkpointer = checkpointer
         self._writing = writing
+        self._snapshots = snapshots
         self._evaluate = evaluate
-        self._saved_version = state.step
+        self._saved_version = self._on_disk = state.step
+        self._owed_version: int | None = None
         self._sync = WeightSync(lambda payload: release(state.trainer, payload))
         self._arrival: Arrival
-        self._groups: dict[int, list[CompletedGroup]] = {}
+        self._groups: dict[int, dict[str, CompletedGroup]] = {}
         self._trained: list[dict[str, float]] = []
         self._takers: dict[TaskKind, Callable[[Task, Any], dict[str, float]]] = {
             "encode": self._encoded,
@@ -104,6 +110,7 @@ class Results:
             "load": self._loaded,
             "switch": self._nothing,
             "checkpoint": self._nothing,
+            "snapshot": self._copied,
             "evaluate": self._evaluated,
         }
         self._followers: dict[TaskKind, Callable[[Task, Any], None]] = {
@@ -154,7 +161,17 @@ class Results:
             )
         if (rollout.micro_batch.step, rollout.micro_batch.index) != (task.step, task.index):
             raise self._protocol(task, f"micro-batch {rollout.micro_batch.step}/{rollout.micro_batch.index}")
-        self.state.generated(self.state.ledger(task.step), task.index, rollout, task.worker)
+        step, limit = self.state.ledger(task.step), self.state.rules.max_rollout_bytes
+        if step.lost_versions.get(task.index, task.version) != task.version:
+            self._meter.count("faults/fresh_samples")  # the version that was lost is gone
+        self.state.generated(step, task.index, rollout, task.worker)
+        if limit is not None and step.num_bytes > limit:
+            raise ConfigError(
+                f"{step.num_generated} of the {len(step.micro_batches)} micro-batches of step {step.number} take "
+                f"{step.num_bytes} bytes, more than schedule.max_rollout_bytes={limit}: a step's rollouts are all kept "
+                f"until its commit, about {step.num_bytes * len(step.micro_batches) // step.num_generated} bytes here; "
+                "raise the limit, or take fewer or smaller samples a step"
+            )
         return rollout.stats
 
     def _scored(self, task: Task, scored: Scored) -> dict[str, float]:
@@ -183,7 +200,9 @@ class Results:
 
     def withhold(self, task: Task, error: Exception) -> None:
         """What ``task`` gave up before the run went back stays given up."""
-        self._arrival = self.state.withhold(self.state.ledger(task.step), task)
+        step = self.state.ledger(task.step)
+        self._arrival = self.state.withhold(step, task)
+        self._check_dropped(step, error)
         self.follow_drop(task, error)
 
     def _check_dropped(self, step: Step, error: Exception) -> None:
@@ -207,13 +226,13 @@ class Results:
         if task.kind == "load":
             self._sync.load_failed(*task.argument)
         elif task.kind == "checkpoint":
-            self.unsaved()
+            self.unsaved(task.version)
         elif task.kind == "evaluate" and not task.void:
             self.state.num_evaluating -= 1
 
-    def unsaved(self) -> None:
-        """A checkpoint that was due was not taken."""
-        self._saved_version = NO_VERSION
+    def unsaved(self, version: int) -> None:
+        """The checkpoint of ``version``, which was due, was not taken."""
+        self._saved_version, self._owed_version = NO_VERSION, version
 
     def reopen(self) -> None:
         """The trainer's gradient is lost: the current step is updated on once more."""
@@ -231,8 +250,32 @@ class Results:
             self._release(owner, payload)
         self._trained = []
         self._groups.clear()
-        self._saved_version = version
+        if version <= self._on_disk:
+            self._on_disk = self._saved_version = version
+        if self._owed_version is not None and self._owed_version > version:
+            self._owed_version = None  # it will be due again
         return num_discarded
+
+    def discard(self, task: Task, result: Any) -> None:
+        """What a task returned counts no more."""
+        if isinstance(result, Rollout | Encoded | Publication):
+            self._release(task.worker, result.payload)
+        elif isinstance(result, Snapshot):
+            for payload in result.payloads:
+                self._release(task.worker, payload)
+
+    def let_go(self) -> None:
+        """The run is over: nobody reads its payloads any more."""
+        for owner, payload in self.state.payloads():
+            self._release(owner, payload)
+        self._sync.let_go()
+        self._snapshots.drop()
+
+    def forget(self, step: Step, index: int) -> tuple[str, int]:
+        """A rollout is lost: it is generated again. Returns who had made it, and of which version."""
+        owner, rollout = self.state.forget(step, index)
+        self._release(owner, rollout.payload)
+        return owner.name, rollout.version
 
     def _after_score(self, task: Task, scored: Scored) -> None:  # 13-15
         step, now = self.state.ledger(task.step), self._now()
@@ -242,7 +285,7 @@ class Results:
     def _arrived(self, task: Task) -> None:
         step, arrival, now = self.state.ledger(task.step), self._arrival, self._now()
         for group in arrival.groups:
-            self._groups.setdefault(task.step, []).append(group)
+            self._groups.setdefault(task.step, {})[group.uid] = group
             versions = tuple(sorted({step.rollouts[index].version for index in group.micro_batches}))
             self._emit(
                 GroupCompleted(
@@ -285,16 +328,18 @@ class Results:
         state.trainer.version = report.version
         state.recount_outdated()
         state.holding = state.rules.hold and state.num_outdated > 0
-        self.save_if_due(last=state.step >= state.last_step)
+        self.copy_if_due()
+        self.save_if_due(last=state.step >= state.last_step, owed=True)
         if self._evaluate is not None and not state.draining:
             state.evaluation_due = self._evaluate(report.version)
         values = self._meter.close(
             step,
             now,
-            groups=self._groups.pop(task.step),
+            groups=list(self._groups.pop(task.step).values()),
             workers=self._workers(),
             trained=self._trained,
             committed=report.metrics,
+            rollout_bytes=state.memory.close_step(),
         )
         self._trained = []
         for index, rollout in step.rollouts.items():
@@ -346,17 +391,35 @@ class Results:
         else:
             self._writing(task, path)
 
+    def _copied(self, task: Task, snapshot: Snapshot) -> dict[str, float]:
+        self._expect(task, snapshot, Snapshot)
+        if snapshot.version != task.version:
+            raise self._protocol(task, f"a snapshot of version {snapshot.version}")
+        self._snapshots.keep(snapshot)
+        return {"bytes": float(snapshot.nbytes)}
+
+    def copy_if_due(self) -> None:
+        """Let the trainer copy its state, after the publication of its weights; not that which the run began with."""
+        version = self.state.step
+        if version > self.state.start_step and self._snapshots.due(version):
+            self.state.trainer_program.append(("snapshot", ()))
+
     def saved(self, task: Task, path: str) -> None:
         """A checkpoint is complete."""
+        self._on_disk = task.version
         self._emit(CheckpointSaved(self._now(), task.version, path))
 
-    def save_if_due(self, *, last: bool) -> None:
-        """Let the trainer save its weights, once for each version and after their publication."""
+    def save_if_due(self, *, last: bool, owed: bool = False) -> None:
+        """Let the trainer save its weights, once for each version and after their publication.
+
+        ``owed``: also in place of an earlier version, whose checkpoint was lost with a trainer that has gone on from a
+        snapshot; only where no step has begun.
+        """
         state, version = self.state, self.state.step
         if self._checkpointer is None or version == self._saved_version:
             return
-        if self._checkpointer.due(version, last=last):
-            self._saved_version = version
+        if self._checkpointer.due(version, last=last) or (owed and self._owed_version is not None):
+            self._saved_version, self._owed_version = version, None
             state.trainer_program.append(("checkpoint", (version,)))
 
     def _settled(self, step: Step, index: int, outcome: Any) -> None:

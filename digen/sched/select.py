@@ -46,7 +46,7 @@ def select_sync(state: State) -> Task | None:
     A commit waits until the weights that it replaces are being evaluated, if they are to be; that task comes then.
     """
     trainer, program = state.trainer, state.trainer_program
-    if trainer.busy or (program and program[0][0] != "checkpoint"):
+    if trainer.busy or (program and program[0][0] not in {"snapshot", "checkpoint"}):
         return None
     if state.publish_due:
         state.publish_due = False
@@ -68,8 +68,8 @@ def select_sync(state: State) -> Task | None:
 def select_trainer(state: State, policy: Policy, ask: Ask) -> Task | None:
     """The trainer's next task, or ``None``: a bubble.
 
-    In order: what its program says (an assist that was decided, a checkpoint), an update, and in a bubble whatever
-    ``ask`` decides. Without generators (mode colocated) it also evaluates, scores and generates.
+    In order: what its program says (an assist that was decided, a snapshot, a checkpoint), an update, and in a bubble
+    whatever ``ask`` decides. Without generators (mode colocated) it also evaluates, scores and generates.
     """
     trainer = state.trainer
     if trainer.busy:
@@ -160,6 +160,8 @@ def idle_cause(state: State, worker: Worker) -> Cause:
     if (step := state.candidate()) is not None:
         if not state.may_start(step):
             return "wait_encode"
+        if not state.has_room(step):
+            return "wait_memory"
         return "wait_weights" if state.may_generate else "wait_limit"
     if state.horizon == state.last_step:
         return "wait_work"
@@ -239,7 +241,7 @@ def _generate(state: State, gate: Callable[[int], bool] | None) -> Task | None:
     if not versions:
         return None
     step = state.candidate()
-    if step is None or not state.may_start(step):
+    if step is None or not (state.may_start(step) and state.has_room(step)):
         return None
     admitted = [version for version in versions if state.admitted(step, version)]
     again = step.lost_versions.get(step.pending[0])

@@ -15,10 +15,11 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
-from digen.sched.admission import admits
+from digen.sched.admission import Memory, admits
 from digen.sched.profile import Kind
 from digen.types import Encoded, EvaluationRequest, MicroBatch, Prompt, Publication, Rollout
 
@@ -39,6 +40,7 @@ class Rules(Struct, frozen=True):
     hold: bool
     index_order: bool
     max_generating: int | None
+    max_rollout_bytes: int | None
     assists: bool
     """Whether the trainer can generate."""
     switches: bool
@@ -122,6 +124,8 @@ class Step:
         self.num_assists = 0
         self.num_updated = 0
         self.rollouts: dict[int, Rollout] = {}
+        self.num_bytes = 0
+        """Of the rollouts."""
         self.owners: dict[int, Worker] = {}
         self.rewards: dict[int, tuple[float, ...]] = {}
         self.heads: dict[int, Mapping[str, Sequence[float]]] = {}
@@ -193,6 +197,7 @@ class State:
         self._arrivals = 0
         self._comebacks = 0
         self.num_generating = 0
+        self.memory = Memory(rules.max_rollout_bytes)
         self.generators: dict[str, Worker] = {}
         self.scorers: dict[str, Worker] = {}
         self.absent: dict[str, Worker] = {}
@@ -213,7 +218,7 @@ class State:
         """An evaluation of the trainer's present weights that nobody has begun. Their successor waits for it."""
         self.num_evaluating = 0
         self.trainer_program: deque[tuple[TaskKind, Any]] = deque()
-        """What the trainer does next whatever happens: publish, checkpoint, an assist with its switches."""
+        """What the trainer does next whatever happens: snapshot, checkpoint, an assist with its switches."""
         self.writing = False
         """Whether a checkpoint is being written while the trainer goes on."""
         self.bubble_asked = False
@@ -279,6 +284,10 @@ class State:
         """C_gen: whether one more generation may be in flight."""
         limit = self.rules.max_generating
         return limit is None or self.num_generating < limit
+
+    def has_room(self, step: Step) -> bool:
+        """Whether one more rollout of ``step`` may take memory."""
+        return step.number == self.step or self.memory.has_room(self.num_generating)
 
     # ---- idle workers ------------------------------------------------------------------------------------------
 
@@ -375,6 +384,50 @@ class State:
         self._comebacks -= 1
         heapq.heappush(self.scoring_queue, (step.number, self._comebacks, index))
 
+    def lost_rollouts(self) -> list[tuple[int, int]]:
+        """Step and micro-batch of every rollout that is known to be lost, and that no task reads or has trained on."""
+        waiting = {(number, index) for number, _, index in self.scoring_queue}
+        return [
+            (step.number, index)
+            for step in self.steps.values()
+            for index, rollout in step.rollouts.items()
+            if ((step.number, index) in waiting or index in step.rewards)
+            and index not in step.settled
+            and index not in step.taken
+            and rollout.payload.lost
+        ]
+
+    def forget(self, step: Step, index: int) -> tuple[Worker, Rollout]:
+        """A rollout is lost: its micro-batch is the first of its step to be dispatched again, and then scored again.
+
+        The groups that it was a part of are open until then; those of their micro-batches that wait in UQ leave it, and
+        those that were trained on keep the advantages that they had. Returns the rollout, with its owner.
+        """
+        owner, rollout = step.owners.pop(index), step.rollouts.pop(index)
+        step.num_bytes -= rollout.payload.nbytes
+        self.memory.let_go(rollout.payload.nbytes)
+        step.pending.appendleft(index)
+        step.num_generated -= 1
+        step.num_stale -= rollout.version != step.number
+        step.lost_versions[index] = rollout.version
+        if index in step.rewards:
+            del step.rewards[index], step.heads[index]
+            step.num_scored -= 1
+            step.taken.pop(index, None)
+            for reopened in (index, *step.assembler.forget(index)):
+                step.ready.pop(reopened, None)
+        else:
+            self.scoring_queue = [item for item in self.scoring_queue if (item[0], item[2]) != (step.number, index)]
+            heapq.heapify(self.scoring_queue)
+        return owner, rollout
+
+    def publication_lost(self, publication: Publication, worker: Worker) -> None:
+        """What ``worker``, idle by now, was to load is gone: the weights are published again, and it loads those."""
+        if self.publication is publication:
+            self.publication = None
+        self._outlived(worker)
+        self.recount_outdated()
+
     def never_generated(self, step: Step, task: Task) -> Arrival:
         """A generation is given up: its groups are lost."""
         self._not_generated(step, task)
@@ -388,16 +441,23 @@ class State:
         step.lost_versions[task.index] = task.version
         return self.dropped(step, task)
 
-    def roll_back(self, version: int) -> list[tuple[Worker, Any]]:
-        """The trainer holds an earlier ``version``: open steps are forgotten, and whatever still runs is void.
-
-        Returns the payloads that nobody will read again, with their owners.
-        """
+    def payloads(self) -> list[tuple[Worker, Any]]:
+        """The payloads of all open steps, with their owners."""
         payloads: list[tuple[Worker, Any]] = []
         for step in self.steps.values():
             payloads += [(step.owners[index], rollout.payload) for index, rollout in step.rollouts.items()]
             if step.encoder is not None and step.encoded is not None:
                 payloads.append((step.encoder, step.encoded.payload))
+        return payloads
+
+    def roll_back(self, version: int) -> list[tuple[Worker, Any]]:
+        """The trainer holds an earlier ``version``: open steps are forgotten, and whatever still runs is void.
+
+        Returns the payloads that nobody will read again, with their owners.
+        """
+        payloads = self.payloads()
+        for step in self.steps.values():
+            self.memory.let_go(step.num_bytes)
         self.steps.clear()
         self.scoring_queue.clear()
         self.trainer_program.clear()
@@ -416,7 +476,7 @@ class State:
         return payloads
 
     def _outlived(self, worker: Worker) -> None:
-        """A worker's weights are of a future that was given up: they are no version at all."""
+        """A worker's weights are of a future that was given up, or nobody knows what they are: no version at all."""
         idle = worker.role == "generator" and worker.task is None
         if idle:
             self.withdraw(worker)
@@ -431,6 +491,9 @@ class State:
         step.num_generated += 1
         step.rollouts[index] = rollout
         step.owners[index] = worker
+        nbytes = rollout.payload.nbytes
+        step.num_bytes += nbytes
+        self.memory.take(nbytes)
         self._arrivals += 1
         heapq.heappush(self.scoring_queue, (step.number, self._arrivals, index))
 
@@ -453,17 +516,22 @@ class State:
 
     def _arrived(self, step: Step, arrival: Arrival) -> Arrival:
         step.num_scored += 1
+        # Of a group that is complete once more, what is settled or in the gradient already stays as it is.
+        done = step.settled.keys() | step.taken.keys()
+        arrival = replace(arrival, ready=tuple(ready for ready in arrival.ready if ready.index not in done))
         for ready in arrival.ready:
             step.kept[ready.index] = ready.num_kept
             if ready.num_kept:
                 step.ready[ready.index] = ready.advantages
             else:
+                step.ready.pop(ready.index, None)  # a trainer that was lost had brought it back
                 step.settle(ready.index, "dropped" if step.assembler.lost(ready.index) else "empty")
         return arrival
 
     def close_step(self) -> Step:
         """Lines 28 and 30: the optimizer stepped; the next step is the current one."""
         step = self.steps.pop(self.step)
+        self.memory.let_go(step.num_bytes)
         self.step += 1
         return step
 

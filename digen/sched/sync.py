@@ -67,6 +67,13 @@ class WeightSync:
         self._readers[publication.version] -= 1
         self._free()
 
+    def let_go(self) -> None:
+        """Nobody reads any publication again, whatever becomes of the loads that run."""
+        for publication in (*self._superseded.values(), *((self.current,) if self.current is not None else ())):
+            self._release(publication.payload)
+        self._superseded.clear()
+        self.current = None
+
     def _free(self) -> None:
         for version in [version for version in self._superseded if not self._readers[version]]:
             del self._readers[version]

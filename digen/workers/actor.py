@@ -6,13 +6,16 @@ object store of this node, and maps those of a request from there, fetched from 
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import shutil
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,14 @@ from msgspec import Struct
 from digen import __version__
 from digen.errors import ProtocolError
 from digen.types import PayloadRef, Ready, WorkerSpec
-from digen.workers.child import answer, build, public_methods
+from digen.workers.child import STACKS, answer, build, public_methods
 from digen.workers.payload import Store, describe, view_of
 from digen.workers.process import SECRET
 from digen.workers.wire import START, Request, WorkerCodec
 
+_STDERR = 2
+_STACKS_S = 0.5
+"""How long an actor may take to write its stacks."""
 Buffers = dict[int, list[Any]]
 """Payloads beside a message: segment to its arrays' bytes, each a one-dimensional numpy array of uint8."""
 
@@ -77,6 +83,7 @@ class TargetActor:
         paths = variables.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:0] = [path for path in paths if path and path not in sys.path]
         os.umask(0o077)
+        faulthandler.register(STACKS, file=_STDERR)
         log = _log()
         if meet:
             # Beside the logs: what an actor that was killed leaves there is Ray's to clear away. No port is opened.
@@ -108,6 +115,13 @@ class TargetActor:
     def watch(self) -> None:
         """Return when the actor has been told to go: a driver that waits for this learns of its end at once."""
         self._left.wait()
+
+    def beat(self, interval_s: float) -> Iterator[None]:
+        """An item now and at every interval, for as long as threads of this process run."""
+        while True:
+            yield
+            if self._left.wait(interval_s):
+                return
 
     def leave(self) -> None:
         """End the process, once the calls before have been answered, as a program ends: with its exit handlers."""
@@ -196,6 +210,13 @@ class _Objects(Store):
             }
         except (ValueError, OverflowError) as error:
             raise ProtocolError(f"{where}: {error}") from None
+
+
+def ask_for_stacks(pid: int) -> None:
+    """Have an actor on this machine write the stacks of its threads to its log. One that is stopped cannot."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, STACKS)
+    time.sleep(_STACKS_S)
 
 
 def _checksum(buffers: Sequence[Any]) -> int:

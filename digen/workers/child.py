@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -154,6 +155,7 @@ def _frames(sock: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
 def _start(codec: WorkerCodec, request: Request, spec: WorkerSpec) -> tuple[Any, tuple[bytes, list[int]]]:
     """The target, or ``None`` if it cannot be built, and the reply to the driver."""
     try:
+        _import(spec.target)
         target = build(spec.target, spec.kwargs)
         if hasattr(target, _LEND):
             getattr(target, _LEND)(codec.store)
@@ -165,6 +167,21 @@ def _start(codec: WorkerCodec, request: Request, spec: WorkerSpec) -> tuple[Any,
     except Exception as error:  # whatever it is belongs to the driver
         traceback.print_exception(error)
         return None, (codec.failure(request.id, error), [])
+
+
+def _import(target: Any) -> None:
+    """Import a target's module ahead of :func:`build`, and spare it the garbage collections.
+
+    The hundreds of thousands of objects that torch and diffusers make on import live as long as the process. Not to
+    look at them again and again saves a quarter of a worker's start, and most of its end.
+    """
+    if isinstance(target, str):
+        gc.disable()
+        try:
+            import_module(target.partition(":")[0])
+        finally:
+            gc.freeze()
+            gc.enable()
 
 
 def answer(codec: WorkerCodec, target: Any, request: Request) -> tuple[bytes, list[int]]:

@@ -21,8 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from digen.errors import ConfigError, ProtocolError, RankFailed, WorkerDied, WorkerError, WorkerTimeout
-from digen.types import Payload
+from msgspec.structs import replace
+
+from digen.errors import ConfigError, PayloadLost, ProtocolError, RankFailed, WorkerDied, WorkerError, WorkerTimeout
+from digen.types import Payload, Snapshot
 from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
 from digen.workers.process import ProcessWorker
 
@@ -39,6 +41,7 @@ class GroupWorker(TargetHandle):
 
     Every command has a number, which error messages name, and is sent to all ranks in one go, so that they get the
     same commands in the same order. The result of rank 0 is the answer; the others' are compared with it and let go.
+    Only a snapshot is of all ranks: each has a payload in it, which it is given when the snapshot is recalled.
 
     Once a rank has answered, the others must within ``rank_timeout_s``. If a rank dies, breaks the protocol,
     disagrees, or is not heard of in time, all are killed and every later call fails; close the worker, then it can be
@@ -130,7 +133,9 @@ class GroupWorker(TargetHandle):
         if self._end is not None:
             raise self._end(task)
         # In one go: no other command can come between, on any rank.
-        calls = [asyncio.ensure_future(rank.call(method, *args)) for rank in self.ranks]
+        calls = [
+            asyncio.ensure_future(rank.call(method, *_own(args, number))) for number, rank in enumerate(self.ranks)
+        ]
         command = asyncio.ensure_future(self._answer(next(self._numbers), method, task, calls))
         self._commands.add(command)
         command.add_done_callback(self._commands.discard)
@@ -200,7 +205,7 @@ class GroupWorker(TargetHandle):
                 await self._lose(error)
                 raise
             self._note(method, results[0])
-            return results[0]  # what the other ranks wrote is released with their results, here
+            return _joined(results)  # what else the other ranks wrote is released with their results, here
 
     def _failure(self, answers: _Answers, what: str, task: str) -> BaseException:
         """What explains that a command was not answered: the first error that does not come of another, a time-out."""
@@ -218,7 +223,7 @@ class GroupWorker(TargetHandle):
             return late
         rank, error = (told or answers.errors)[0]
         error.args = (f"rank {rank} of {self.name!r}, {what}: {error}",)
-        if isinstance(error, WorkerError):
+        if isinstance(error, WorkerError) and not isinstance(error, PayloadLost):
             error.worker = self.name
         if missing:
             error.add_note(f"{missing} had not answered; all ranks of {self.name!r} were killed")
@@ -373,9 +378,22 @@ def _retrieve(call: asyncio.Task[Any]) -> None:
 
 def _facts(method: str, result: Any) -> dict[str, Any]:
     """What every rank must have found."""
-    if method == "restore":
+    if method in {"restore", "recall"}:
         return {"version": result}
     return {name: getattr(result, name) for name in _FACTS if hasattr(result, name)}
+
+
+def _own(args: Sequence[Any], rank: int) -> list[Any]:
+    """What a rank is called with: of a snapshot its own part."""
+    return [replace(a, payloads=a.payloads[rank : rank + 1]) if isinstance(a, Snapshot) else a for a in args]
+
+
+def _joined(results: Sequence[Any]) -> Any:
+    """The answer: rank 0's, or the snapshot of all."""
+    if not all(isinstance(result, Snapshot) for result in results):
+        return results[0]
+    payloads = tuple(payload for result in results for payload in result.payloads)
+    return replace(results[0], payloads=payloads, nbytes=sum(result.nbytes for result in results))
 
 
 def _not_started(worker: str, task: str) -> WorkerError:

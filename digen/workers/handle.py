@@ -21,6 +21,7 @@ from digen.types import (
     Publication,
     Rollout,
     Scored,
+    Snapshot,
     UpdateReport,
 )
 
@@ -50,6 +51,8 @@ class TargetHandle:
     switch: Callable[[str], Coroutine[Any, Any, None]]
     save: Callable[[str], Coroutine[Any, Any, dict[str, Any]]]
     restore: Callable[[str], Coroutine[Any, Any, int]]
+    snapshot: Callable[[], Coroutine[Any, Any, Snapshot]]
+    recall: Callable[[Snapshot], Coroutine[Any, Any, int]]
     evaluate: Callable[[EvaluationRequest], Coroutine[Any, Any, EvaluationReport]]
 
     def __init__(self, name: str) -> None:
@@ -57,7 +60,7 @@ class TargetHandle:
             raise ConfigError(f"worker name {name!r}: use up to 64 letters, digits and ._- after a letter or digit")
         self.name = name
         self.version = 0
-        """Optimizer steps in the weights that the target holds; follows its start, load, commit and restore."""
+        """Optimizer steps in the weights that the target holds; follows its start, load, commit, restore, recall."""
         self.methods: tuple[str, ...] = ()
         """The target's public methods, once started."""
 
@@ -125,7 +128,7 @@ class TargetHandle:
         """A call returned: follow the version."""
         if method in {"load", "commit"}:
             self.version = result.version
-        elif method == "restore":
+        elif method in {"restore", "recall"}:
             self.version = result
 
 
@@ -136,7 +139,7 @@ def task_of(method: str, args: Sequence[Any]) -> str:
             return f"{method} step {micro_batch.step} micro-batch {micro_batch.index}"
         case _, [Rollout(micro_batch=micro_batch), *_]:
             return f"{method} step {micro_batch.step} micro-batch {micro_batch.index}"
-        case _, [Publication(version=version), *_]:
+        case _, [Publication(version=version) | Snapshot(version=version), *_]:
             return f"{method} version {version}"
         case "publish", [version]:
             return f"publish version {version}"

@@ -49,7 +49,8 @@ class InProcessWorker(TargetHandle):
         except BaseException:
             await self.aclose()
             raise
-        self._offer(public_methods(self._object), getattr(self._object, "version", 0))
+        methods = set(public_methods(self._object)) - {"snapshot", "recall"}  # this process is never lost alone
+        self._offer(tuple(sorted(methods)), getattr(self._object, "version", 0))
 
     async def call(self, method: str, /, *args: Any) -> Any:
         """Call any public method of the target. Calls run one after the other, in the order they were made.

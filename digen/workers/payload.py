@@ -28,8 +28,9 @@ ALIGNMENT = 64
 """Every array starts at a multiple of this many bytes: a cache line, and what vector kernels want."""
 
 _MIN_SEGMENT = 1 << 16
-_MAX_WASTE = 4
-"""A free segment serves only payloads of at least a quarter of its size, so that small ones leave large ones free."""
+_MAX_WASTE = 2
+"""A free segment serves only payloads of at least half its size, so that small ones leave large ones free: weights
+those of snapshots, which hold them three times."""
 
 _CTYPES: dict[str, Any] = {
     "?": ctypes.c_bool,

@@ -32,7 +32,7 @@ from digen.types import Payload, Ready, WorkerSpec
 from digen.workers.child import BEAT, STACKS
 from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
 from digen.workers.payload import Lease, Segment
-from digen.workers.wire import START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
+from digen.workers.wire import MAXRSS_BYTES, START, DriverCodec, FrameReader, Reply, frame, printable, receive, send
 
 TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 """What names a target: ``package.module:attribute``."""
@@ -41,7 +41,7 @@ SECRET = re.compile(r"AWS_.*|AZURE_.*|GOOGLE_APPLICATION_CREDENTIALS|.*(_API_KEY
 _TAIL_BYTES = 8192
 _PIPE_BYTES = 1 << 16
 _TAIL_LINES = 20
-_STACK_LINES = 80
+STACK_LINES = 80
 """Of the log's end, where the stacks of a worker's threads are in it."""
 _EOF_GRACE_S = 1.0
 """How long a worker that has closed its socket may go on before it is killed."""
@@ -162,7 +162,7 @@ class ProcessWorker(TargetHandle):
                 worker=self.name,
                 task="start",
             )
-            error.add_note(f"last lines of {self.name}'s log:\n{last_lines(child.log_path, _STACK_LINES)}")
+            error.add_note(f"last lines of {self.name}'s log:\n{last_lines(child.log_path, STACK_LINES)}")
             child.keep_log = True
             await to_the_end(self._close(grace_s=0.0))
             raise error from None
@@ -611,10 +611,10 @@ class _Child:
                 received = self.num_bytes
                 self._read()
         self._signal(signal.SIGKILL)
-        code = self._process.wait()
+        code, peak_bytes = reap(self._process)
         if self._end is None:
             self.keep_log = True
-            self._stop(partial(_died, self._name, code, self.log_path))
+            self._stop(partial(_died, self._name, code, peak_bytes, self.log_path))
         self._fail()
         for call in self._calls.values():
             for lease in call.leases:
@@ -644,7 +644,17 @@ def _broken(worker: str, reason: str, task: str) -> WorkerError:
     return ProtocolError(message, worker=worker, task=task)
 
 
-def _died(worker: str, code: int, log_path: Path, task: str) -> WorkerError:
+def reap(process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """Wait for a process; returns its exit code and the most memory in bytes that it had, 0 where nobody knows."""
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except ChildProcessError:  # the thread that watched it has waited for it
+        return process.wait(), 0
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_maxrss * MAXRSS_BYTES
+
+
+def _died(worker: str, code: int, peak_bytes: int, log_path: Path, task: str) -> WorkerError:
     return WorkerDied(
         worker=worker,
         task=task,
@@ -652,6 +662,7 @@ def _died(worker: str, code: int, log_path: Path, task: str) -> WorkerError:
         signal=-code if code < 0 else None,
         log_tail=last_lines(log_path),
         log_path=str(log_path),
+        peak_bytes=peak_bytes,
     )
 
 
@@ -672,7 +683,7 @@ def _late(worker: str, reason: str, log_path: Path, task: str) -> WorkerError:
 def _given_up(worker: str, what: str, log_path: Path, task: str, mend: str = "") -> WorkerError:
     message = f"worker {worker!r} {what}; it was killed, {task} was not answered; see its log {log_path}{mend}"
     error = WorkerTimeout(message, worker=worker, task=task)
-    error.add_note(f"last lines of {worker}'s log:\n{last_lines(log_path, _STACK_LINES)}")
+    error.add_note(f"last lines of {worker}'s log:\n{last_lines(log_path, STACK_LINES)}")
     return error
 
 

@@ -3,7 +3,8 @@
 The driver sends and receives the messages of :mod:`digen.workers.wire`. Payloads, rollouts and weights alike, are
 written to the object store of the node where they arise and read from that of the node where they are needed; the
 driver holds references. (What is below Ray's limit for inlined objects, 100 KiB, rides on the messages instead.) They
-belong to the driver, so that they outlive the process that wrote them, though not its node.
+belong to the driver, so that they outlive the process that wrote them, though not its node: whoever then reads one that
+was nowhere else gets :class:`digen.errors.PayloadLost`.
 
 ``ray`` is imported when a worker starts, not before.
 """
@@ -24,12 +25,13 @@ from typing import Any
 import msgspec
 
 from digen import __version__
-from digen.errors import ConfigError, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
+from digen.errors import ConfigError, PayloadLost, ProtocolError, WorkerDied, WorkerError, WorkerTimeout
 from digen.types import Payload, PayloadRef, Ready, WorkerSpec
 from digen.workers.actor import Node, TargetActor
 from digen.workers.group import LOOPBACK, GroupWorker
 from digen.workers.handle import TargetHandle, closed, task_of, to_the_end
-from digen.workers.process import TARGET, last_lines
+from digen.workers.process import STACK_LINES, TARGET, last_lines
+from digen.workers.raybeat import STACKS_S, Listener, stacks_of
 from digen.workers.raycluster import (
     Placement,
     RayCluster,
@@ -47,6 +49,8 @@ _ASK_S = 60.0
 _GONE_S = 10.0
 """Longest time until the end of an actor that was killed is known."""
 _NODE_DIED = "its node has died"  # words of Ray
+_INLINED_BYTES = 100 * 1024
+"""Ray's limit: an object that is larger is in a store, or nowhere."""
 
 _incarnations: Counter[str] = Counter()
 
@@ -73,11 +77,14 @@ class RayWorker(TargetHandle):
             environment is no place for those.
         runtime_env: Ray's runtime environment.
         checksums: checksum every payload that it writes.
+        heartbeat_timeout_s: longest silence of a thread in the actor that beats whatever the target computes; after it
+            the actor counts as hung (stopped, swapped out, or in C code that never lets go of the interpreter) and is
+            killed. ``None``: it is waited for.
         start_timeout_s: longest time until its resources are free, and then until it is READY.
         stop_grace_s: how long :meth:`aclose` lets an idle actor end by itself before it kills.
 
     Raises:
-        ConfigError: a name or target that cannot be.
+        ConfigError: a name, target or time-out that cannot be.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class RayWorker(TargetHandle):
         env: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         checksums: bool = False,
+        heartbeat_timeout_s: float | None = 60.0,
         start_timeout_s: float = 300.0,
         stop_grace_s: float = 5.0,
         _seat: Seat | None = None,
@@ -101,6 +109,8 @@ class RayWorker(TargetHandle):
         super().__init__(name)
         if not TARGET.fullmatch(target):
             raise ConfigError(f"worker {name!r}: target {target!r} is not of the form package.module:attribute")
+        if heartbeat_timeout_s is not None and not heartbeat_timeout_s > 0:
+            raise ConfigError(f"worker {name!r}: heartbeat_timeout_s is {heartbeat_timeout_s}; give seconds, or None")
         self.target = target
         """Where the actor finds its target."""
         self.node: Node | None = None
@@ -112,6 +122,7 @@ class RayWorker(TargetHandle):
         self._runtime_env = dict(runtime_env or {})
         self._threads = threads
         self._checksums = checksums
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._seat = _seat or Seat(Placement(cluster, name, self._needs, 1, start_timeout_s), 0, 1, 0.0)
@@ -135,7 +146,7 @@ class RayWorker(TargetHandle):
             ConfigError: the cluster cannot be used, has no node with what is asked for, or another release of digen.
             MissingExtra: Ray is not installed.
             WorkerDied: the actor ended.
-            WorkerTimeout: the resources were not free, or the target not READY in time.
+            WorkerTimeout: the resources were not free, or the target not READY in time; or it hung.
         """
         if self._actor is not None:
             raise WorkerError(f"worker {self.name!r} is started already; close it first", worker=self.name)
@@ -165,8 +176,9 @@ class RayWorker(TargetHandle):
 
         Raises:
             WorkerRaised: the method raised; an error of :mod:`digen.errors` is raised as itself.
-            WorkerDied: the actor ended before it answered; or, under its own name, the worker whose node was lost with
-                a payload that the call reads.
+            WorkerDied: the actor ended before it answered.
+            WorkerTimeout: it hung, or was killed with a reason.
+            PayloadLost: a payload that the call reads was lost with its node. The error names the worker that wrote it.
             ProtocolError: the answer is not one.
         """
         if self._actor is None:
@@ -194,11 +206,12 @@ class RayWorker(TargetHandle):
     async def kill(self, reason: str = "") -> None:
         """Kill the actor, whatever it does. Harmless when repeated.
 
-        ``reason`` says why it is not waited for any longer: calls that were not answered then raise WorkerTimeout.
+        ``reason`` says why it is not waited for any longer: it first writes the stacks of its threads to its log, if it
+        can, and calls that were not answered then raise WorkerTimeout.
         """
         if self._actor is not None:
             if reason:
-                self._actor.give_up(reason)
+                await to_the_end(self._actor.give_up(partial(_late, reason)))
             await to_the_end(self._close(grace_s=0.0))
 
     def __repr__(self) -> str:
@@ -211,6 +224,8 @@ class RayWorker(TargetHandle):
             env = {"GLOO_SOCKET_IFNAME": LOOPBACK, **env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         await in_thread(partial(actor.create, seat, self._needs, self._runtime_env), _ASK_S)
         self.node = node = await actor.enter(env, meet=seat.num_ranks > 1 and seat.rank == 0)
+        if self._heartbeat_timeout_s is not None:
+            actor.listen(self._heartbeat_timeout_s)
         if not (node.token_auth or self._cluster.allow_no_auth):
             raise ConfigError(
                 f"worker {self.name!r}: node {node.ip} of the Ray cluster lets anybody in who reaches it; start its "
@@ -301,12 +316,24 @@ class ObjectLease(Payload):
     not before the calls that read it have ended. A lease is equal to itself only.
     """
 
-    __slots__ = ("_beside", "owner")
+    __slots__ = ("_beside", "_lost", "owner")
 
     def __init__(self, ref: PayloadRef, beside: Any, owner: ObjectCodec) -> None:
         super().__init__(ref=ref)
         self._beside = beside
+        self._lost = False
         self.owner = owner
+
+    @property
+    def lost(self) -> bool:
+        """Whether it went with the node of its worker; not so if it was inlined, or read on another node."""
+        if not self._lost and self._beside is not None and self.owner.lost_node:
+            self._lost = _is_gone(self._beside, self.owner.lost_node)
+        return self._lost
+
+    def lose(self) -> None:
+        """Ray says that it is gone."""
+        self._lost = True
 
     @property
     def released(self) -> bool:
@@ -347,14 +374,14 @@ class ObjectCodec(CallCodec):
 
         Raises:
             WorkerError: an argument cannot cross a process boundary, or is too long.
-            WorkerDied: a payload was lost with the node of the worker that wrote it.
+            PayloadLost: a payload was lost with the node of the worker that wrote it.
         """
         try:
             encoded = self._arguments(method, args)
         finally:
             leases, self._leases = self._leases, []
         for lease in leases:
-            if lease.owner.lost_node and _was_only_there(lease):
+            if lease.lost:
                 raise _lost_payload(lease, task_of(method, args))
         objects = list({lease.beside: lease for lease in leases}.values())
         segments = [(ref.store, ref.segment) for lease in objects if (ref := lease.ref) is not None]
@@ -407,7 +434,7 @@ class _Actor:
         self.seated = False
         self.num_bytes = 0
         self.num_dropped_replies = 0
-        self._name = name
+        self.name = name
         self._on_result = on_result
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
@@ -416,20 +443,24 @@ class _Actor:
         self._handle: Any = None
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._looking: asyncio.Task[None] | None = None
+        self._listener: Listener | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._runtime_env: dict[str, Any] = {}
         self._end: Callable[[str], WorkerError] | None = None
         """Once no call can be answered any more: the error for a task."""
 
     def create(self, seat: Seat, needs: Mapping[str, float], runtime_env: Mapping[str, Any]) -> None:
         """Ask Ray for the actor and watch it; blocks."""
         ray, strategies = imported("ray"), imported("ray.util.scheduling_strategies")
+        self._runtime_env = dict(runtime_env)
         kind = ray.remote(
             num_cpus=needs["CPU"],
             num_gpus=needs["GPU"],
             resources={name: amount for name, amount in needs.items() if name not in {"CPU", "GPU"}},
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={"watch": 1},  # calls stay in order: all others are made in the one thread beside it
-            runtime_env=dict(runtime_env),
+            concurrency_groups={"watch": 1, "beat": 1},  # calls stay in order: in the one thread beside these two
+            runtime_env=self._runtime_env,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(seat.placement.group, seat.rank),
         )(TargetActor)
         self._handle = kind.remote()
@@ -465,14 +496,33 @@ class _Actor:
         """Whether no call can be answered any more."""
         return self._end is not None
 
-    def give_up(self, reason: str) -> None:
-        """Its calls will not be answered: fail them. Leaves it to be closed."""
-        self._finish(partial(_late, self._name, reason, self.log))
+    @property
+    def log_tail(self) -> str:
+        """The last lines of its log, if its node is this machine."""
+        return last_lines(Path(self._node.log), STACK_LINES) if self._node is not None and self._node.log else ""
+
+    def listen(self, timeout_s: float) -> None:
+        """From now on it is hung when it has not beaten for so long."""
+        self._listener = Listener(timeout_s, self._on_silence)
+        beat = self._handle.beat.options(concurrency_group="beat", num_returns="streaming")
+        self._listener.listen(beat.remote(self._listener.interval_s))
+
+    async def give_up(self, end: Callable[[_Actor, str], WorkerError]) -> None:
+        """It is not waited for any longer: have it say where it is, and fail its calls. Leaves it to be closed."""
+        if self._end is not None:
+            return
+        self._end = partial(end, self)
+        if self._node is not None:
+            with contextlib.suppress(Exception):  # whatever it is, nobody there can be asked
+                await in_thread(partial(stacks_of, self._node, self._runtime_env), STACKS_S)
+        self._finish(self._end)
 
     async def close(self, grace_s: float) -> None:
         """End the actor: let it, then kill. Returns when it is gone, as far as that is known within seconds."""
         idle = not self._calls and self._end is None
-        self._finish(partial(closed, self._name))
+        if self._listener is not None:
+            self._listener.stop()
+        self._finish(partial(closed, self.name))
         if self._handle is None or self._gone.done():
             return
         if idle and grace_s:
@@ -491,7 +541,11 @@ class _Actor:
         if failure is not None and self._is_out_of_reach(failure):
             return  # answered with the others, once it is known whether the node is lost
         self._calls.pop(request_id, None)
+        if failure is not None and beside is not None:
+            beside.future()  # it is as lost as the reply; Ray prints errors that nobody has asked for
         if self._end is not None:
+            if not call.future.done():
+                call.future.set_exception(self._end(call.task))
             return
         if failure is not None:
             self._on_failure(call, failure)
@@ -514,8 +568,8 @@ class _Actor:
             error: BaseException = self.codec.error(reply, call.task)
         except ProtocolError as invalid:
             error = ProtocolError(
-                f"worker {self._name!r}, {call.task}: the result is not what {call.method} returns: {invalid}",
-                worker=self._name,
+                f"worker {self.name!r}, {call.task}: the result is not what {call.method} returns: {invalid}",
+                worker=self.name,
                 task=call.task,
             )
         self._settle(call, None, error)
@@ -533,12 +587,14 @@ class _Actor:
         errors = imported("ray.exceptions")
         if isinstance(failure, errors.RayActorError):
             self._die(failure)
-            error: WorkerError = _died(self._name, _cause(failure), self._node, call.task)
+            error: WorkerError = _died(self.name, _cause(failure), self._node, call.task)
         elif isinstance(failure, errors.ObjectLostError) and call.leases:
-            error = _lost_payload(_which(call.leases, failure), call.task)
+            lease = _which(call.leases, failure)
+            lease.lose()
+            error = _lost_payload(lease, call.task)
         else:
-            message = f"worker {self._name!r}, {call.task}: Ray failed: {in_one_line(failure)}"
-            error = WorkerError(message, worker=self._name, task=call.task)
+            message = f"worker {self.name!r}, {call.task}: Ray failed: {in_one_line(failure)}"
+            error = WorkerError(message, worker=self.name, task=call.task)
         self._settle(call, None, error)
 
     def _on_end(self, watch: Any) -> None:
@@ -549,6 +605,14 @@ class _Actor:
         self._die(failure)
         if not self._gone.done():
             self._gone.set_result(None)
+
+    def _on_silence(self, silence_s: float) -> None:
+        self._ending = asyncio.ensure_future(self._put_down(silence_s))
+
+    async def _put_down(self, silence_s: float) -> None:
+        await self.give_up(partial(_hung, silence_s))
+        with contextlib.suppress(Exception):  # whatever it is, whoever closes the worker tries again
+            await in_thread(partial(_kill, self._handle), _ASK_S)
 
     def _is_out_of_reach(self, failure: BaseException) -> bool:
         """Whether that is all that Ray knows: it may take it half a minute to find out what became of a node."""
@@ -569,13 +633,11 @@ class _Actor:
         cause = _cause(failure)
         if _NODE_DIED in cause and self._node is not None:
             self.codec.lost_node = self._node.id
-        self._finish(partial(_died, self._name, cause, self._node))
+        self._finish(partial(_died, self.name, cause, self._node))
 
     def _finish(self, end: Callable[[str], WorkerError]) -> None:
         """From now on no call is answered: fail those that wait with what ``end`` makes of their task."""
-        if self._end is not None:
-            return
-        self._end = end
+        end = self._end = self._end or end
         for call in self._calls.values():
             if not call.future.done():
                 call.future.set_exception(end(call.task))
@@ -600,15 +662,27 @@ def _which(leases: Sequence[ObjectLease], failure: BaseException) -> ObjectLease
     return next((lease for lease in leases if lease.beside is not None and lease.beside.hex() == lost), leases[0])
 
 
-def _was_only_there(lease: ObjectLease) -> bool:
-    """Whether a payload went with its node: it may be inlined in the driver, or have been read on another node."""
-    found = imported("ray.experimental").get_object_locations([lease.beside])
-    return set(found[lease.beside].get("node_ids", ())) == {lease.owner.lost_node}
+def _is_gone(object_ref: Any, lost_node: str) -> bool:
+    """Whether an object was in the store of a lost node alone: it may be inlined, or have been read on another node."""
+    ray = imported("ray")
+    found = imported("ray.experimental").get_object_locations([object_ref])[object_ref]
+    nodes = set(found["node_ids"])
+    elsewhere = nodes - {lost_node}
+    if elsewhere == {ray.get_runtime_context().get_node_id()}:  # or is that Ray's word, kept here, that it is lost?
+        try:
+            ray.get(object_ref, timeout=0)
+        except ray.exceptions.ObjectLostError:
+            return True
+        except ray.exceptions.GetTimeoutError:
+            return False
+    return not elsewhere and (bool(nodes) or (found["object_size"] or 0) > _INLINED_BYTES)
 
 
-def _lost_payload(lease: ObjectLease, task: str) -> WorkerDied:
-    """The error of a call that reads a payload which is gone: it tells which worker to blame."""
-    return WorkerDied(worker=lease.owner.worker, task=task, how=f"its node was lost, and with it {lease!r}")
+def _lost_payload(lease: ObjectLease, task: str) -> PayloadLost:
+    """The error of a call that reads a payload which is gone: it names the worker that wrote it."""
+    worker = lease.owner.worker
+    message = f"{task} reads {lease!r}, which was lost with the node of worker {worker!r}; it must be made again"
+    return PayloadLost(message, worker=worker, task=task)
 
 
 def _cause(failure: BaseException) -> str:
@@ -629,6 +703,18 @@ def _died(worker: str, cause: str, node: Node | None, task: str) -> WorkerError:
     )
 
 
-def _late(worker: str, reason: str, log: str, task: str) -> WorkerError:
-    message = f"worker {worker!r} was given up: {reason}; it was killed, {task} was not answered; see its log{log}"
-    return WorkerTimeout(message, worker=worker, task=task)
+def _late(reason: str, actor: _Actor, task: str) -> WorkerError:
+    return _given_up(actor, f"was given up: {reason}", task)
+
+
+def _hung(silence_s: float, actor: _Actor, task: str) -> WorkerError:
+    mend = "; if its code may hold the interpreter that long, raise workers.heartbeat_timeout_s"
+    return _given_up(actor, f"hung: no heartbeat for {silence_s:.1f} s", task, mend)
+
+
+def _given_up(actor: _Actor, what: str, task: str, mend: str = "") -> WorkerError:
+    message = f"worker {actor.name!r} {what}; it was killed, {task} was not answered; see its log{actor.log}{mend}"
+    error = WorkerTimeout(message, worker=actor.name, task=task)
+    if tail := actor.log_tail:
+        error.add_note(f"last lines of {actor.name}'s log:\n{tail}")
+    return error

@@ -12,8 +12,10 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import resource
 import socket
 import struct
+import sys
 import traceback
 import unicodedata
 from collections import deque
@@ -35,6 +37,9 @@ MAX_FRAME = 16 << 20
 
 MAX_FDS = 253
 """Most descriptors beside one frame: the kernel's limit for one message."""
+
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit of ``ru_maxrss``."""
 
 START = "@start"
 """The first request to a worker: its :class:`digen.types.WorkerSpec`, answered by :class:`digen.types.Ready`."""
@@ -230,7 +235,7 @@ class WorkerCodec:
             name, fields = kind.__name__, {k: v for k, v in vars(error).items() if isinstance(v, _FIELD | None)}
         failure = Failure(
             type=name.removeprefix("builtins."),
-            message=printable(str(error)[:_MAX_TEXT]),
+            message=_memory(error) + printable(str(error)[:_MAX_TEXT]),
             traceback=printable("".join(traceback.format_exception(error))[-_MAX_TEXT:]),
             fields=fields,
         )
@@ -418,6 +423,14 @@ class DriverCodec(CallCodec):
 def reference(ref: PayloadRef | None) -> Ext:
     """What stands for a payload in a message."""
     return Ext(_PAYLOAD, _encode_ref(ref))
+
+
+def _memory(error: BaseException) -> str:
+    """For an error of whoever runs out of host memory: how much it had."""
+    if not (isinstance(error, MemoryError) or "can't allocate memory" in str(error)):  # the latter is torch's
+        return ""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+    return f"out of memory: this process had up to {peak_bytes / 2**30:.2f} GiB; "
 
 
 def printable(text: str) -> str:

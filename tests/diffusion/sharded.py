@@ -118,6 +118,32 @@ class Bench:
         latents = torch.from_numpy(np.array(drawn["latents"])) if "latents" in drawn else torch.empty(0)
         return {"before": before, "after": after, "ends": ends, "drawn": _digest({"latents": latents})}
 
+    def lives(self, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Digests of this rank's state at a snapshot, of another trainer's that recalled it, and of both a step later.
+
+        And what is said of the other rank's snapshot.
+        """
+        config = load_config(None, {**SMALL, "optimizer.ema_decay": 0.9, **overrides})
+        lives = [self._trainer(config), self._trainer(config)]
+        _train(lives[0], config, 0)
+        snapshot = lives[0].snapshot()
+        at = [_bits(lives[0])]
+        lives[1].recall(snapshot)
+        at.append(_bits(lives[1]))
+        for trainer in lives:
+            _train(trainer, config, 1)
+        try:
+            lives[1].recall(msgspec.structs.replace(snapshot, payloads=() if self._ranks.rank else snapshot.payloads))
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+        return {
+            "nbytes": snapshot.nbytes,
+            "at": at,
+            "after": [_bits(trainer) for trainer in lives],
+            "whole": [_digest(state(trainer._learner)) for trainer in lives],
+            "refused": refused,
+        }
+
     def _trainer(self, config: RunConfig) -> TrainerTarget:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(roles, "Ranks", lambda *_: self._ranks)  # a process can meet the others only once
@@ -163,6 +189,11 @@ def _generate(trainer: TrainerTarget, config: RunConfig, step: int, index: int) 
     arrays = trainer._ranks.tell({name: _plain(array) for name, array in rollout.payload.items()})
     payload = Payload({name: np.array(values, dtype).reshape(shape) for name, (values, dtype, shape) in arrays.items()})
     return msgspec.structs.replace(rollout, payload=payload)
+
+
+def _train(trainer: TrainerTarget, config: RunConfig, step: int) -> None:
+    trainer.update(_generate(trainer, config, step, 0), ADVANTAGES)
+    trainer.commit(step, [0])
 
 
 def _plain(array: Any) -> tuple[list[Any], str, list[int]]:

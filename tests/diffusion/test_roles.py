@@ -67,7 +67,7 @@ def _step(trainer: TrainerTarget, micro_batch: Make, step: int) -> None:
     trainer.commit(step, (0,))
 
 
-TRAINS = {"update", "commit", "publish", "switch", "save", "begin_save", "saved", "restore"}
+TRAINS = {"update", "commit", "publish", "switch", "save", "begin_save", "saved", "restore", "snapshot", "recall"}
 
 
 @pytest.mark.parametrize(

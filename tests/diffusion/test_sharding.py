@@ -148,6 +148,36 @@ def test_a_checkpoint_does_not_know_how_many_ranks_wrote_it(
         assert "weights.safetensors cannot be read" in str(broken)
 
 
+@pytest.mark.parametrize("overrides", [{}, {"algorithm.name": "diffusion_nft", "workers.fsdp.cpu_offload": True}])
+def test_a_snapshot_has_of_a_rank_its_own_rows(everywhere: Everywhere, overrides: dict[str, Any]) -> None:
+    one, two = found = everywhere("lives", overrides)
+    for rank in found:
+        assert rank["at"][0] == rank["at"][1]
+        assert rank["whole"][0] == rank["whole"][1], "and the next step is the same, bit for bit"
+    assert one["at"] != two["at"], "each has its own rows"
+    assert one["whole"] == two["whole"]
+    family = build_family(load_config(None), frozenset({"denoise"}))
+    num_weights = sum(parameter.numel() for parameter in family.parameters().values())
+    copies = 5 if overrides else 4  # weights, two moments, moving average, and the old policy
+    assert 4 * num_weights * copies <= one["nbytes"] + two["nbytes"] < 4.5 * num_weights * copies
+    assert "RankFailed: rank 0 of 2 gave up" in one["refused"]
+    assert "CheckpointError: the snapshot holds nothing that a rank of this trainer has written" in two["refused"]
+
+
+def test_a_checkpoint_of_an_earlier_release_is_restored_by_two_ranks(everywhere: Everywhere, alone: Bench) -> None:
+    """``tests/goldens`` are of one rank."""
+    goldens = Path(__file__).parents[1] / "goldens"
+    paths = sorted(goldens.glob("*/checkpoints/step-*"))
+    assert paths
+    for path in paths:
+        config = load_config(path.parents[1] / "config.yaml")
+        assert config.model.lora is not None
+        overrides = {"model.lora": config.model.lora.model_dump(mode="json"), "optimizer.ema_decay": 0.9}
+        job = {"overrides": overrides, "restore": str(path)}
+        ours, other = everywhere("train", job)
+        assert ours["digest"] == other["digest"] == alone.train(job)["digest"]
+
+
 def test_an_error_of_one_rank_is_every_ranks_and_the_next_update_works(everywhere: Everywhere) -> None:
     failed, waited = everywhere("fail", 0)
     assert failed.startswith("NumericsError: the recorded log-probability of sample s0p0/0 at denoising step 0")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -53,6 +55,22 @@ def test_untrusted_text_is_escaped() -> None:
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
     assert len(stream.getvalue().splitlines()) == 3
+
+
+def test_a_terminal_that_is_gone_lets_the_view_close() -> None:
+    class Terminal(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone and threading.current_thread() is threading.main_thread():
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    with Terminal() as terminal, Progress(terminal, live=True) as progress:
+        terminal.gone = True
+        with pytest.raises(OSError, match="Input/output"):
+            progress(CheckpointSaved(0.0, 0, "a"))
+        progress.close()
 
 
 def test_the_live_view_shows_every_worker(fake_run: FakeRuns) -> None:

@@ -155,6 +155,67 @@ async def test_one_that_is_given_up_leaves_nothing_that_matters(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["step-000004"]  # noqa: PTH208 - pathlib's is a blocking call to the linter
 
 
+class DeafTrainer(WritingTrainer):
+    """Its calls swallow their cancellation, and answer when they are let go."""
+
+    def __init__(self, deaf: str) -> None:
+        super().__init__()
+        self.answer = asyncio.Event()
+        self._deaf = deaf
+
+    async def _wait(self, method: str) -> None:
+        while method == self._deaf and not self.answer.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.answer.wait()
+
+    async def begin_save(self, folder: str) -> None:
+        await self._wait("begin_save")
+        await super().begin_save(folder)
+
+    async def saved(self) -> dict[str, str] | None:
+        await self._wait("saved")
+        return await super().saved()
+
+
+class DeafSaver:
+    """The same for one that does not train on."""
+
+    def __init__(self) -> None:
+        self.answer = asyncio.Event()
+
+    async def save(self, folder: str) -> dict[str, str]:
+        while not self.answer.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.answer.wait()
+        return {}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("deaf", ["begin_save", "saved", "save"])
+async def test_an_answer_of_a_life_that_is_over_changes_nothing(tmp_path: Path, deaf: str) -> None:
+    """The trainer hangs in a save and is lost; another has saved the same version by the time that the answer comes."""
+    found = checkpoints(tmp_path)
+    trainer: Any = DeafSaver() if deaf == "save" else DeafTrainer(deaf)
+    lost: asyncio.Task[Any] = asyncio.create_task(found.save(trainer, 2))
+    await asyncio.wait([lost], timeout=0.1)
+    if deaf == "saved":
+        lost = lost.result()
+        trainer.written = True
+        await asyncio.sleep(0)
+    lost.cancel()
+    again = asyncio.create_task(found.save(FakeTrainer(), 2))
+    if deaf == "saved":  # it waits for what was being written
+        trainer.answer.set()
+    assert await again == str(tmp_path / "step-000002")
+    before = (tmp_path / "step-000002").stat().st_ino
+    trainer.answer.set()
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    assert (tmp_path / "step-000002").stat().st_ino == before
+    assert verify(tmp_path / "step-000002").version == 2
+    assert names(tmp_path) == ["step-000002"]
+
+
 def test_versions_are_ordered_as_numbers(tmp_path: Path) -> None:
     found = checkpoints(tmp_path, keep=2)
     save(found, 999_998, 1_000_000, 1_000_002)
@@ -295,8 +356,9 @@ def test_everything_is_on_the_device_before_the_name_says_so(tmp_path: Path, mon
 
     monkeypatch.setattr("os.fsync", lambda fd: done.append(Path(f"/proc/self/fd/{fd}").readlink().name))
     monkeypatch.setattr("digen.checkpoint.Path.rename", noted)
-    save(checkpoints(tmp_path / "checkpoints"), 2)
-    assert done == ["run.json", "manifest.json", ".step-000002.tmp", "rename", "checkpoints"]
+    save(checkpoints(tmp_path / "run" / "checkpoints"), 2)
+    made = ["run", tmp_path.name]
+    assert done == [*made, "run.json", "manifest.json", ".step-000002.tmp", "rename", "checkpoints"]
 
 
 class Crash(BaseException):
@@ -356,6 +418,31 @@ def test_a_fault_at_any_point_leaves_an_intact_checkpoint(tmp_path: Path, fault:
     assert outcomes == sorted(outcomes)
     assert outcomes.count(2) >= 4, "before the rename the old one is the latest"
     assert outcomes.count(4) >= 4, "after it the new one, while the old one is being removed"
+
+
+@pytest.mark.parametrize("fault", [Crash(), OSError(errno.ENOSPC, "No space left on device")], ids=["crash", "full"])
+def test_the_same_step_is_never_without_a_checkpoint(tmp_path: Path, fault: BaseException) -> None:
+    """The run has reached it again; twice in a row something happens at the same point."""
+    for point in range(100):
+        folder = tmp_path / f"crash-here-{point}"
+        found = checkpoints(folder, keep=1)
+        save(found, 4)
+        failed = False
+        for _ in range(2):
+            _fail_after[:] = [(point, fault)]
+            try:
+                save(found, 4)
+            except (Crash, CheckpointError, OSError):
+                failed = True
+            finally:
+                _fail_after.clear()
+            assert found.find("latest")[1].version == 4, f"point {point}"
+        save(found, 4)
+        assert names(folder) == ["step-000004"]
+        if not failed:
+            break
+    assert point > 10
+    assert not failed
 
 
 JSON = st.recursive(

@@ -5,6 +5,7 @@ Each ends in an exit code and one line, leaves no process behind, and can be con
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -18,9 +19,21 @@ import psutil
 import pytest
 
 from digen.checkpoint import completed, verify
-from digen.events import RunFinished, RunStarted, WorkerLost
+from digen.events import (
+    GroupDropped,
+    MicroBatchSettled,
+    RolledBack,
+    RunFinished,
+    RunStarted,
+    TaskFinished,
+    WorkerLost,
+    WorkerRestarted,
+)
+from digen.quarantine import Quarantine
 from digen.sched import check
 from tests.run.harness import PAUSE_S, Command, Site
+
+HOSTILE = "\x1b]0;owned\x07\u202e<script>alert(1)</script>"
 
 
 def lines(command: Command) -> list[str]:
@@ -37,8 +50,28 @@ def lines(command: Command) -> list[str]:
     ],
 )
 def test_a_reward_that_fails_is_one_line(site: Site, reward: str, code: int, words: list[str]) -> None:
-    command = site.start(reward__name=reward, schedule__mode="colocated", workers__colocated_threads=1)
+    """Also where prompts would write to the terminal or into the report's page; and no key gets into any file."""
+    prompts = [{"prompt": f"the digit {label} {HOSTILE}", "label": label} for label in range(10)]
+    (site.folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    command = site.start(
+        reward__name=reward,
+        prompts__source="../prompts.jsonl",
+        schedule__mode="colocated",
+        workers__colocated_threads=1,
+        environment={"WANDB_API_KEY": "sesame-9134"},
+    )
     assert command.wait() == code
+    files = [path for path in site.run_folder().rglob("*") if path.is_file()]
+    assert not any(b"sesame-9134" in path.read_bytes() for path in files)
+    written = [command.stdout, command.stderr]
+    written += [path.read_text(encoding="utf-8") for path in site.run_folder().glob("logs/*")]
+    written += [path.read_text(encoding="utf-8") for path in site.run_folder().glob("report.html")]
+    for text in written:
+        assert not set(text) & set("\x1b\x07\u202e")
+    assert all("<script" not in page for page in written[3:])
+    if reward == "run_rewards:nan":
+        assert r"\x1b]0;owned\x07\u202e<script>" in command.stderr
+        assert "&lt;script&gt;" in written[-1]
     said = lines(command)
     assert said[0].startswith("digen: ")
     assert all(word in said[0] for word in [f"reward '{reward}'", *words]), said
@@ -144,6 +177,86 @@ def test_killed_and_stopped_workers_come_back_in_the_same_run(site: Site, undist
     assert "3 workers lost, 3 restarted" in command.stdout
 
 
+def test_a_trainer_that_is_killed_in_the_middle_of_a_step_takes_back_no_step(site: Site, undisturbed: Site) -> None:
+    """In step 2, once it has trained on some of it; there is no checkpoint."""
+    command = site.start(reward__kwargs={"pause_s": PAUSE_S}, checkpoint__every=1000)
+    command.wait_for_line("step  2/4")
+    log = site.run_folder() / "logs" / "gen0.1.log"
+    command.wait_until(lambda: log.read_text(encoding="utf-8").count("scoring") >= 2 * 6 + 4)
+    command.worker("trainer").kill()
+    assert command.wait() == 0, command.stderr
+    assert site.tensors() == undisturbed.tensors()
+    events = site.events()
+    assert check(events).steps_committed == [0, 1, 2, 3]
+    assert [event.version for event in events if isinstance(event, WorkerRestarted)] == [2]
+    assert not any(isinstance(event, RolledBack) for event in events)
+    tasks = [event for event in events if isinstance(event, TaskFinished)]
+    assert [task.version for task in tasks if task.kind == "snapshot"] == [1, 2, 3, 4]
+    assert len({task.stats["bytes"] for task in tasks if task.kind == "snapshot"}) == 1
+    assert sum(task.kind == "generate" for task in tasks) == 4 * 6, "no sample is drawn again"
+    assert sum(task.kind == "update" for task in tasks) > 4 * 6, "but updates are applied again"
+
+
+def test_a_prompt_that_kills_whoever_scores_it_is_left_out_by_the_next_run(site: Site) -> None:
+    """The digit 9, in both micro-batches of its group in step 1. Nothing may be dropped at first: that ends the run."""
+    poison: dict[str, Any] = {
+        "run__num_steps": 2,
+        "reward__name": "run_rewards:poison",
+        "reward__kwargs": {"label": 9},
+        "restarts__backoff_s": 0.0,
+    }
+    command = site.start(**poison)
+    assert command.wait() == 1
+    assert "worker 'gen0' died (killed by SIGABRT) during score step 1 micro-batch " in lines(command)[0]
+    *_, hint = lines(command)
+    assert hint.endswith(
+        "continue from it with --resume latest; with schedule.max_dropped_groups above 0 it leaves out what is in "
+        "../runs/digits/quarantine.jsonl"
+    )
+    (found,) = Quarantine(site.run_folder() / "quarantine.jsonl").found
+    assert (found.kind, found.step, found.attempts) == ("score", 1, 3)
+    assert [piece.prompt.metadata["label"] for piece in found.micro_batch.slices] == [9]
+    assert sum("WorkerLost" in line for line in found.story) <= 3
+
+    command = site.start("--resume", "latest", **poison, schedule__max_dropped_groups=0.5)
+    assert command.wait() == 0, command.stderr
+    events = site.events()
+    assert check(events).steps_committed == [0, 1]
+    again = events[max(place for place, event in enumerate(events) if isinstance(event, RunStarted)) :]
+    assert not any(isinstance(event, WorkerLost) for event in again)
+    (dropped,) = [event for event in again if isinstance(event, GroupDropped)]
+    assert dropped.step == 1
+    outcomes = [event.outcome for event in again if isinstance(event, MicroBatchSettled) and event.step == 1]
+    assert sorted(outcomes) == ["dropped"] * 2 + ["updated"] * 4
+
+
+def test_a_reward_that_hangs_is_found_and_nobody_is_judged_by_the_time_of_a_stopped_driver(
+    site: Site, undisturbed: Site
+) -> None:
+    """The driver sleeps for longer than a worker may be silent, or take for a task; later a reward never returns."""
+    hang = site.folder / "hang"
+    command = site.start(
+        reward__name="run_rewards:brightness_unless",
+        reward__kwargs={"hang": str(hang), "pause_s": PAUSE_S},
+        workers__heartbeat_timeout_s=2.0,
+        restarts__deadline_floor_s=4.0,
+        restarts__deadline_factor=1.5,
+    )
+    command.wait_for_line("saved v1")
+    command.send(signal.SIGSTOP)
+    time.sleep(5)
+    command.send(signal.SIGCONT)
+    command.wait_for_line("saved v2")
+    assert "lost" not in command.stdout
+    hang.touch()
+    assert command.wait() == 0, command.stderr
+    (lost,) = [event for event in site.events() if isinstance(event, WorkerLost)]
+    assert (lost.worker, lost.reason) == ("gen0", "hung")
+    assert "has not answered score for " in lost.error
+    assert "in brightness_unless" in "".join(path.read_text() for path in site.run_folder().glob("logs/gen0.*"))
+    assert site.tensors() == undisturbed.tensors()
+
+
 def test_interrupts(site: Site, undisturbed: Site) -> None:
     """During the start-up, once in a step, twice in a step; the run goes on to the same weights."""
     slow: dict[str, Any] = {"reward__kwargs": {"pause_s": PAUSE_S}, "schedule__mode": "tag"}
@@ -185,7 +298,7 @@ def test_interrupts(site: Site, undisturbed: Site) -> None:
     assert completed(site.run_folder() / "checkpoints")[-1] == newest
     assert not command.workers()
 
-    command = site.start("--resume", "latest", schedule__mode="gap")
+    command = site.start("--resume", "latest", schedule__mode="colocated", workers__colocated_threads=1)
     assert command.wait() == 0, command.stderr
     assert site.tensors() == undisturbed.tensors()
     events = site.events()
@@ -197,8 +310,8 @@ def test_interrupts(site: Site, undisturbed: Site) -> None:
 def test_a_preemption_notice_saves_and_exits_with_0(site: Site, undisturbed: Site) -> None:
     """During the start-up, when it is kept until there is a step to finish, and then in a step."""
     slow: dict[str, Any] = {"reward__kwargs": {"pause_s": PAUSE_S}}
-    command = site.start(**slow)
-    command.wait_until(lambda: len(command.workers()) == 2)
+    command = site.start(schedule__mode="colocated", workers__colocated_threads=1)
+    command.wait_until(lambda: len(command.workers()) == 1)
     command.send(signal.SIGUSR1)
     assert command.wait() == 0
     assert "finishing the step and saving a checkpoint: the run is about to be ended" in lines(command)[0]

@@ -7,12 +7,17 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import anyio
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 import digen
+from digen import StepReport
 from digen.checkpoint import verify
+from digen.events import AnyEvent, CheckpointSaved, RunFinished, RunStarted, fan_out
 from digen.sched import check
 from tests.run.harness import Site, workers_of
 
@@ -46,25 +51,62 @@ async def test_run_in_a_running_loop_says_what_to_call(site: Site) -> None:
 @pytest.mark.asyncio
 async def test_arun_works_in_a_running_loop_and_leaves_nothing_when_cancelled(site: Site, undisturbed: Site) -> None:
     config = site.config(reward__kwargs={"pause_s": 0.1}, schedule__mode="tag")
-    task = asyncio.create_task(digen.arun(config, progress=False))
-    while not site.checkpoint(1).exists():
-        assert not task.done(), task.result()
-        await asyncio.sleep(0.05)
-    workers = workers_of(os.getpid())
+    workers: list[psutil.Process] = []
+    listening: list[Any] = []
+
+    async def cancel(scope: anyio.CancelScope) -> None:
+        while not site.checkpoint(1).exists():  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.05)
+        workers.extend(workers_of(os.getpid()))
+        for process in (psutil.Process(), *workers):
+            listening.extend(each for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:  # which cancels again whatever is awaited until it is left
+        cancelling = asyncio.create_task(cancel(scope))
+        await digen.arun(config, progress=False)
+    assert scope.cancelled_caught
+    await cancelling
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert len(workers) == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert listening == [], "a run on one machine is not to be reached from anywhere"
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
     assert (site.run_folder() / "report.html").is_file()
 
-    report = await digen.arun(config, resume="latest", progress=False)
+    alone = site.config(schedule__mode="colocated", workers__colocated_threads=1)
+    report = await digen.arun(alone, resume="latest", progress=False)
     assert report.outcome == "completed"
     assert [step.version for step in report.steps][-1] == 4
     assert check(site.events()).steps_committed[-1] == 3
     assert verify(Path(report.values["checkpoint"]["path"])).version == 4
     assert site.tensors() == undisturbed.tensors()
     assert not workers_of(os.getpid())
+
+
+def test_a_terminal_that_goes_away_ends_no_run(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are left out: only what becomes of the events is looked at."""
+    begun = RunStarted(0.0, 2, 0, 1, 1, 0, "pull", "index", "never", barrier=False)
+    events: list[AnyEvent] = [
+        begun,
+        CheckpointSaved(1.0, 1, "a"),
+        CheckpointSaved(2.0, 2, "b"),
+        RunFinished(3.0, "completed"),
+    ]
+
+    async def train(*arguments: Any, signals: bool) -> tuple[tuple[StepReport, ...], str]:
+        monkeypatch.setattr("digen.observe.progress.print", hang_up, raising=False)
+        for event in events:
+            fan_out(arguments[-1])(event)
+        return (), "completed"
+
+    def hang_up(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("digen.runner._train", train)
+    with capture_logs() as logs:
+        assert digen.run(site.config()).outcome == "completed"
+    assert site.events() == events
+    assert [entry["sink"] for entry in logs if entry["log_level"] == "warning"] == ["Progress"]
 
 
 def test_a_wrong_config_raises_and_starts_nothing(site: Site) -> None:

@@ -26,6 +26,7 @@ from digen.types import Encoded
 from tests.run.harness import Site, tensors_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+AFTER_A_COMMIT = {"publish", "snapshot", "checkpoint"}
 
 
 @dataclass
@@ -225,7 +226,7 @@ async def test_an_assist_between_updates_preserves_the_gradient(train: Train, pl
     trained = await train(mode="tag", policy=after_an_update(), hold=True, trainer_name=trainer)
     tasks = [event for event in trained.events if isinstance(event, TaskFinished) and event.worker == trainer]
     for step in range(4):
-        of_step = [task.kind for task in tasks if task.step == step and task.kind not in {"publish", "checkpoint"}]
+        of_step = [task.kind for task in tasks if task.step == step and task.kind not in AFTER_A_COMMIT]
         assert of_step == [*["update"] * 2, "switch", "assist", "switch", *["update"] * 4, "commit"]
     for version in (1, 4):
         assert trained.tensors(version) == plain.tensors(version)

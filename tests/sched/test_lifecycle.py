@@ -47,6 +47,7 @@ from digen.events import (
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    tolerated,
 )
 from digen.sched import check, loop
 from digen.sched.tag import Bubble, Decision, Policy
@@ -288,6 +289,26 @@ def test_a_sink_that_raises_fails_the_run_with_its_error_as_cause(simulate: Call
         assert isinstance(before[-1], RunFinished)
         assert isinstance(after[-1], RunFinished)  # the others still hear of the end
         assert before[-1].outcome == "failed"
+
+
+def test_a_tracker_that_raises_is_left_out_and_changes_nothing(simulate: Callable[..., Any]) -> None:
+    seen: list[Any] = []
+
+    def tracker(event: Any) -> None:
+        seen.append(event)
+        if len(seen) == 5:
+            raise ConnectionError("the server is down")
+
+    with capture_logs() as logs:
+        run = simulate(**BUSY, sinks=[tolerated(tracker)])
+    undisturbed = simulate(**BUSY)
+    assert run.events == undisturbed.events
+    assert seen == run.events[:5]
+    assert run.trainer.trained == undisturbed.trainer.trained
+    (warning,) = logs
+    assert warning["log_level"] == "warning"
+    assert "tracker" in warning["sink"]
+    assert warning["error"] == "ConnectionError: the server is down"
 
 
 @pytest.mark.parametrize("hook", ["on_commit", "on_publish"])

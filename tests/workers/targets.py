@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,8 +14,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from digen.errors import NumericsError, RankFailed, RewardError
-from digen.types import CommitReport, LoadReport, MicroBatch, Payload, Publication, Rollout, Scored, UpdateReport
+from digen.errors import CheckpointError, NumericsError, RankFailed, RewardError
+from digen.types import (
+    CommitReport,
+    LoadReport,
+    MicroBatch,
+    Payload,
+    Publication,
+    Rollout,
+    Scored,
+    Snapshot,
+    UpdateReport,
+)
 
 # The worker's socket, for targets that misuse it.
 _FD = int(sys.argv[1]) if len(sys.argv) > 2 and sys.argv[1].isdigit() else -1
@@ -52,6 +63,49 @@ class Engine:
 
     def restore(self, path: str) -> int:
         self.version = int(path)
+        return self.version
+
+
+class Ledger(Engine):
+    """An engine that remembers what it was trained on, and waits for a file before its second update."""
+
+    def __init__(self, path: str, **kwargs: int) -> None:
+        super().__init__(**kwargs)
+        self.path = path
+        self.trained: list[tuple[int, int, float]] = []
+
+    def update(self, rollout: Rollout, advantages: tuple[float | None, ...]) -> UpdateReport:
+        while self.trained and not Path(self.path).exists():
+            time.sleep(0.005)
+        report = super().update(rollout, advantages)
+        self.trained.append((report.step, report.index, float(sum(rollout.payload["latents"]))))
+        return report
+
+    def remembered(self) -> list[tuple[int, int, float]]:
+        return self.trained
+
+
+class Keeper(Engine):
+    """A trainer whose state is a few numbers, of which it takes snapshots; alone or one of several ranks."""
+
+    def __init__(self, num_floats: int = 50_000, ranks: dict[str, Any] | None = None) -> None:
+        super().__init__(num_floats=num_floats)
+        self.rank = int(ranks["rank"]) if ranks else 0
+        self.state = array.array("d", [float(self.rank)]) * num_floats
+
+    def commit(self, step: int, indices: tuple[int, ...]) -> CommitReport:
+        self.state[0] += 1
+        return super().commit(step, indices)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.version, (Payload({"state": self.state}),), 8 * len(self.state))
+
+    def recall(self, snapshot: Snapshot) -> int:
+        (payload,) = snapshot.payloads
+        if payload["state"][1] != self.rank:
+            raise CheckpointError(f"rank {self.rank} was given what rank {payload['state'][1]} wrote")
+        self.state = array.array("d", payload["state"])
+        self.version = int(self.state[0]) - self.rank
         return self.version
 
 
@@ -96,6 +150,24 @@ class Misc:
         while time.monotonic() < end:
             pass
         return "spun"
+
+    def exhaust(self, limit_mib: int) -> None:
+        """Take more memory than this process may have from now on."""
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + (limit_mib << 20), before[1]))
+        try:
+            held = [bytes(1 << 20)]
+            while True:
+                held.append(b"x" * (1 << 20))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    def be_killed_with(self, mib: int) -> None:
+        """What a system does to a process that has taken too much."""
+        held = b"x" * (mib << 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del held
 
     def threads(self) -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())

@@ -29,6 +29,7 @@ from digen.types import (
     Publication,
     Rollout,
     Scored,
+    Snapshot,
     UpdateReport,
 )
 from digen.workers.payload import Store
@@ -137,6 +138,8 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
         "begin_save": ("a/path",),
         "saved": (),
         "restore": ("a/path",),
+        "snapshot": (),
+        "recall": (),
         "evaluate": (EvaluationRequest(1, (Prompt("p"),), 2),),
     }
     results = {
@@ -149,6 +152,7 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
         "begin_save": None,
         "saved": {"file": "x"},
         "restore": 3,
+        "recall": 4,
         "evaluate": EvaluationReport(1, 2, {"reward": 0.5}),
     }
     pair = Pair()
@@ -164,13 +168,16 @@ def test_every_method_keeps_the_types_of_its_arguments_and_result() -> None:
     publication = pair.answer("publish", Publication(1, Payload({"w": b"xyz"}), 2, 3, 4))
     (seen,) = pair.call("load", publication)
     assert (type(seen), seen.version, bytes(seen.payload["w"])) == (Publication, 1, b"xyz")
+    snapshot = pair.answer("snapshot", Snapshot(4, (Payload({"s": b"state"}),), 5))
+    (seen,) = pair.call("recall", snapshot)
+    assert (type(seen), seen.version, bytes(seen.payloads[0]["s"])) == (Snapshot, 4, b"state")
     for method, values in args.items():
         if values:
             assert tuple(pair.call(method, *values)) == values
     for method, value in results.items():
         assert pair.answer(method, value) == value
     assert args.keys() == METHODS.keys()
-    assert results.keys() | {"encode", "generate", "publish"} == METHODS.keys()
+    assert results.keys() | {"encode", "generate", "publish", "snapshot"} == METHODS.keys()
 
 
 @settings(max_examples=500)

@@ -300,7 +300,7 @@ async def test_a_rank_that_gave_up_does_not_hide_the_one_that_it_waited_for(grou
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_cannot_be_built_ends_the_start_of_all(group: Make) -> None:
+async def test_a_rank_that_cannot_be_built_ends_the_start_of_all(group: Make, tmp_path: Path) -> None:
     worker = group(kwargs={"birth": ["meet", 1, "fail", "numerics"]})
     for _ in range(2):
         started = time.perf_counter()
@@ -312,7 +312,7 @@ async def test_a_rank_that_cannot_be_built_ends_the_start_of_all(group: Make) ->
     with pytest.raises(NumericsError, match="rank 1 of 'g', start"):  # the other failed with it, and was first
         await group(kwargs={"birth": ["together", 1, "fail", "numerics"]}).start()
     with pytest.raises(WorkerRaised, match=r"rank \d of 'g', start: .*ModuleNotFoundError"):
-        await process_group("g", "no_such_module:x", 2).start()
+        await process_group("g", "no_such_module:x", 2, log_dir=tmp_path).start()  # the log of a killed one would stay
 
 
 @pytest.mark.asyncio

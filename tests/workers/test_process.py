@@ -240,6 +240,24 @@ async def test_a_death_fails_every_call_at_once_and_says_how(
 
 
 @pytest.mark.asyncio
+async def test_who_runs_out_of_memory_says_how_much_it_had_and_lives(worker: Make) -> None:
+    said = r"exhaust: MemoryError: out of memory: this process had up to 0\.\d+ GiB"
+    async with worker() as handle:
+        for _ in range(2):
+            with pytest.raises(WorkerRaised, match=said):
+                await handle.call("exhaust", 64)
+        assert await handle.call("echo", 1) == [1]
+
+
+@pytest.mark.asyncio
+async def test_who_is_killed_for_its_memory_is_told_from_who_raises(worker: Make) -> None:
+    async with worker() as handle:
+        with pytest.raises(WorkerDied, match=r"SIGKILL.*it had up to \d\.\d\d GiB of memory.*see dmesg") as caught:
+            await handle.call("be_killed_with", 200)
+    assert 200 << 20 <= caught.value.peak_bytes < 4 << 30
+
+
+@pytest.mark.asyncio
 async def test_a_death_while_idle_is_noticed(worker: Make) -> None:
     async with worker() as handle:
         assert handle.pid is not None

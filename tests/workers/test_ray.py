@@ -16,10 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from digen import Plan, Scheduler
 from digen.config import load_config
 from digen.errors import (
     ConfigError,
     NumericsError,
+    PayloadLost,
     ProtocolError,
     RewardError,
     WorkerDied,
@@ -27,7 +29,9 @@ from digen.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
+from digen.events import AnyEvent, Rewarded, RolloutLost, WorkerLost
 from digen.runner import arun
+from digen.sched import InvariantChecker
 from digen.types import MicroBatch, Payload
 from digen.workers import raycluster
 from digen.workers.group import GroupWorker
@@ -94,6 +98,21 @@ def all_free(nodes: Any) -> Iterator[None]:
 
 def _counted(resources: dict[str, float]) -> dict[str, float]:
     return {name: round(amount, 3) for name, amount in resources.items() if name in {"CPU", "left", "right"}}
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("all_free")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_snapshot_outlives_its_actors_and_goes_back_to_the_same_rank(nodes: Any, num_ranks: int) -> None:
+    options: dict[str, Any] = {"cluster": RayCluster(nodes.address), "env": {"PYTHONPATH": HERE}, "cpus_per_rank": 0.5}
+    async with ray_worker("trainer", "targets:Keeper", num_ranks, **options) as trainer:
+        await trainer.commit(0, [])
+        snapshot = await trainer.snapshot()
+        assert (snapshot.version, len(snapshot.payloads), snapshot.nbytes) == (1, num_ranks, 400_000 * num_ranks)
+        await trainer.kill()
+        await trainer.restart()
+        assert trainer.version == 0
+        assert await trainer.recall(snapshot) == trainer.version == 1
 
 
 @pytest.mark.asyncio
@@ -319,11 +338,75 @@ async def test_a_lost_node_takes_its_workers_and_payloads(worker: Make, nodes: A
         await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
         with pytest.raises(WorkerDied, match="worker 'gone' died"):
             await asyncio.wait_for(nap, 30)
-        with pytest.raises(WorkerDied, match=r"worker 'gone' died .*with it Payload") as lost:
+        assert [found.lost for found in (small, payload, copied)] == [False, True, False]
+        with pytest.raises(PayloadLost, match=r"glance reads Payload.*lost with the node of worker 'gone'") as lost:
             await asyncio.wait_for(stays.call("glance", payload), 15)  # Ray takes 30 s
         assert lost.value.worker == "gone"
         assert [await asyncio.wait_for(stays.call("glance", other), 5) for other in (small, copied)] == [1, 1]
         assert await stays.call("echo", 1) == [1]
+
+
+@pytest.mark.asyncio
+async def test_rollouts_that_a_lost_node_had_are_drawn_again(worker: Make, nodes: Any, tmp_path: Path) -> None:
+    node = nodes.add_node(num_cpus=1, resources={"doomed": 1}, object_store_memory=100 << 20)
+    noticed, size, events, scored = tmp_path / "noticed", 1 << 16, list[AnyEvent](), asyncio.Event()
+
+    def note(event: AnyEvent) -> None:
+        events.append(event)
+        if len([event for event in events if isinstance(event, Rewarded)]) == 6:
+            scored.set()
+
+    sides = {"gen0": "doomed", "gen1": ""}
+    generators = [worker(name, "Engine", side, kwargs={"num_floats": size}) for name, side in sides.items()]
+    trainer = worker("trainer", "Ledger", "right", kwargs={"path": str(noticed)})
+    plan = Plan(["a", "b"], num_steps=2, prompts_per_step=6, samples_per_prompt=1)
+    async with Scheduler(plan, trainer=trainer, generators=generators, sinks=[note, InvariantChecker()]) as scheduler:
+        await asyncio.wait_for(scored.wait(), 10)
+        for pid in (node.all_processes["raylet"][0].process.pid, generators[0].node.pid):  # as a machine dies
+            os.kill(pid, signal.SIGKILL)
+        await wait_until(lambda: generators[0]._actor is not None and generators[0]._actor.ended)
+        noticed.touch()  # until now the trainer had one of six in its gradient, and was at the second
+        steps = [step async for step in scheduler]
+        trained = await trainer.call("remembered")
+    await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
+    lost = [event for event in events if isinstance(event, RolloutLost)]
+    assert {(event.step, event.worker) for event in lost} == {(0, "gen0")}
+    assert steps[0].metrics()["faults/rollouts_lost"] == len(lost)
+    assert [event.worker for event in events if isinstance(event, WorkerLost)] == ["gen0"]
+    totals = [float(sum(range(index, index + size))) for index in range(6)]
+    assert trained == [[step, index, totals[index]] for step in range(2) for index in range(6)]
+
+
+@pytest.mark.asyncio
+async def test_who_falls_silent_is_hung(worker: Make, gone: Callable[[int], bool]) -> None:
+    stopped, holding, busy = [worker(name, heartbeat_timeout_s=1.5) for name in ("stopped", "holding", "busy")]
+    async with stopped, holding, busy:
+        pids = [stopped.node.pid, holding.node.pid]
+        calls = [stopped.call("nap", 60.0), holding.call("hold_interpreter", 60), busy.call("spin", 3.0)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0)
+        os.kill(stopped.node.pid, signal.SIGSTOP)
+        errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
+        assert errors[2] == "spun", "whoever computes is not hung"
+        for error, name, task in zip(errors, ("stopped", "holding"), ("nap", "hold_interpreter"), strict=False):
+            assert isinstance(error, WorkerTimeout)
+            assert str(error).startswith(f"worker {name!r} hung: no heartbeat for 1.")
+            assert (error.worker, error.task) == (name, task)
+        assert any("in hold_interpreter" in note for note in errors[1].__notes__)
+        assert stopped.lost
+        with pytest.raises(WorkerTimeout, match=r"worker 'stopped' hung.*echo was not answered"):
+            await stopped.call("echo", 1)
+        await wait_until(lambda: all(map(gone, pids)))
+        await stopped.restart()
+        assert await stopped.call("echo", 1) == [1]
+    with pytest.raises(ConfigError, match="heartbeat_timeout_s is 0"):
+        worker(heartbeat_timeout_s=0)
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - nothing tells when
+            await asyncio.sleep(0.02)
 
 
 async def gone_is_busy(handle: RayWorker) -> None:
