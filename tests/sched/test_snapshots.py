@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from digen import DigenError, Plan, ScheduleConfig, Scheduler, StepFailed, WorkerRaised
+from digen import DigenError, Plan, ScheduleConfig, Scheduler, StepFailed, WorkerRaised, WorkerTimeout
 from digen.events import (
     AnyEvent,
     CheckpointSaved,
@@ -101,6 +101,7 @@ class Run:
 
 
 UNDISTURBED = Run()
+NO_SNAPSHOTS = {"snapshot_every": 0}
 METHODS = ("update", "commit", "publish", "snapshot")
 
 
@@ -210,6 +211,39 @@ def test_a_death_while_the_checkpoint_is_restored_is_a_loss_like_any_other() -> 
     run = Run(("update", 14, "death"), ("recall", 1, "death"), ("restore", 1, "death"), every=2)
     assert len(run.of(WorkerLost)) == 2
     assert [event.version for event in run.of(WorkerRestarted)] == [2], "what failed once is not recalled again"
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+
+
+@pytest.mark.parametrize("kind", ["hang", "late"])
+@pytest.mark.parametrize(("method", "every", "back_at"), [("restore", 3, 3), ("recall", 2, 2), ("recall", None, 0)])
+def test_a_hang_while_the_state_is_got_back_is_a_loss_like_any_other(
+    method: str, every: int | None, back_at: int, kind: str
+) -> None:
+    """It is killed at its deadline, started once more, and a snapshot that it hung in is not tried again."""
+    run = Run(("update", 14, "death"), (method, 1, kind), every=every, rules={"snapshot_every": 1 + (every == 3)})
+    died, hung = run.of(WorkerLost)
+    assert (died.reason, hung.reason) == ("died", "hung")
+    assert hung.time - died.time == pytest.approx(TIMES["start"] + 50)
+    assert hung.error == f"worker 'trainer' has not answered {method} for 50 s, its deadline; it counts as hung"
+    (back,) = run.of(WorkerRestarted)
+    assert back.version == back_at
+    backoff_s = hung.restart_in_s
+    assert back.down_s == pytest.approx(2 * TIMES["start"] + 50 + backoff_s + (back_at > 0) * TIMES["restore"])
+    assert bool(run.logs) == (method == "recall")
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
+
+
+def test_one_that_always_hangs_while_it_gets_its_state_back_ends_the_run() -> None:
+    run = Run(("update", 14, "death"), *(("restore", n, "hang") for n in range(1, 9)), every=3, rules=NO_SNAPSHOTS)
+    assert isinstance(run.error, StepFailed)
+    assert isinstance(run.error.__cause__, WorkerTimeout)
+    assert [event.reason for event in run.of(WorkerLost)] == ["died", "hung", "hung"]
+
+
+def test_what_a_trainer_is_late_with_does_not_end_the_run_of_another() -> None:
+    """Its process is killed, and the call that was given up says so: that is no word on the one that came after it."""
+    run = Run(("update", 14, "death"), ("restore", 1, "hang"), ("restore", 2, "death"), every=3, rules=NO_SNAPSHOTS)
+    assert [event.reason for event in run.of(WorkerLost)] == ["died", "hung", "died"]
     assert run.trainer.weights == UNDISTURBED.trainer.weights
 
 
