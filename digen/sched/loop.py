@@ -45,6 +45,7 @@ from digen.events import (
     AnyEvent,
     BubbleOpened,
     CheckpointSaved,
+    Loss,
     Quarantined,
     Role,
     RunFinished,
@@ -54,28 +55,25 @@ from digen.events import (
     TaskFailed,
     TaskFinished,
     TaskStarted,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    WorkerRestarted,
     fan_out,
 )
 from digen.groups import GroupAssembler
 from digen.handles import Generator, Scorer, Trainer
 from digen.sched.admission import within_bound
 from digen.sched.checks import check_handles, needed_methods, rules_from
-from digen.sched.lanes import Checkpointer, Inbox, Lane, Restart
+from digen.sched.lanes import Checkpointer, Inbox
 from digen.sched.lookahead import measured, situation, until_commit
 from digen.sched.meter import Meter
 from digen.sched.profile import Profile
-from digen.sched.recovery import Budget, Lost, Recovery
+from digen.sched.recovery import Budget, Recovery
 from digen.sched.results import Results, describe
+from digen.sched.roster import Roster
 from digen.sched.select import bubble_emerges, describe_bubble, idle_cause, select, select_sync, select_trainer
 from digen.sched.snapshots import Snapshots
-from digen.sched.state import State, Step, Task, Worker
+from digen.sched.state import State, Step, Task
 from digen.sched.story import Story
 from digen.sched.tag import Decision, Durations, Policy, StaleStart, policy_from
-from digen.types import EvaluationRequest, Payload, Publication, StepReport
+from digen.types import EvaluationRequest, Publication, StepReport
 
 if TYPE_CHECKING:
     from digen.config import AdvantageSection, ScheduleConfig
@@ -167,7 +165,6 @@ class Scheduler:
         )
         self._plan = plan
         self._name = name
-        self._handles: dict[Worker, Any] = {}
         self._trainer = trainer
         self._generators = generators
         self._scorers = scorers
@@ -190,11 +187,6 @@ class Scheduler:
         self._start_step = start_step
         self._quarantined = tuple(quarantined)
         self._profile = profile if profile is not None else Profile()
-        self._lanes: dict[str, Lane] = {}
-        self._restarts: dict[Worker, Restart] = {}
-        self._lost_at: dict[Worker, float] = {}
-        self._abandoned: set[asyncio.Task[None]] = set()
-        self._just_idle: list[Worker] = []
         self._owned: list[Any] = []
         self._reports: deque[StepReport] = deque()
         self._missed = 0
@@ -211,6 +203,7 @@ class Scheduler:
         self._writing: tuple[Task, asyncio.Future[str]] | None = None
         """The checkpoint that is being written while the trainer goes on."""
         self._state: State
+        self._roster: Roster
         self._results: Results
         self._recovery: Recovery
 
@@ -298,14 +291,14 @@ class Scheduler:
         state = self._state
         worker = state.generators.get(name) or state.scorers.get(name)
         if worker is None:
-            raise ConfigError(f"no generator or scorer is called {name!r}; there are {', '.join(self._lanes)}")
+            raise ConfigError(f"no generator or scorer is called {name!r}; there are {', '.join(self._roster.lanes)}")
         team = state.generators if worker.role == "generator" else state.scorers
         if all(other.leaving for other in team.values() if other is not worker):
             raise ConfigError(f"{name!r} is the last {worker.role} and cannot be removed")
         worker.leaving = True
         if worker.task is None:
             state.withdraw(worker)
-            self._leave(worker)
+            self._roster.leave(worker)
 
     @property
     def step(self) -> int:
@@ -323,9 +316,9 @@ class Scheduler:
             "update_queue": len(state.current.ready) if state.step < state.last_step else 0,
             "num_generating": state.num_generating,
             "workers": {
-                name: lane.worker.task.kind if lane.worker.task else "idle" for name, lane in self._lanes.items()
+                name: lane.worker.task.kind if lane.worker.task else "idle" for name, lane in self._roster.lanes.items()
             }
-            | {worker.name: "restarting" for worker in self._restarts},
+            | {worker.name: "restarting" for worker in self._roster.restarts},
         }
 
     def story(self, step: int, index: int) -> list[str]:
@@ -384,7 +377,7 @@ class Scheduler:
         )
         if task.kind == "update":
             self._assert_bound(task)
-        lane = self._lanes[worker.name]
+        lane = self._roster.lanes[worker.name]
         lane.give(task, self._budget.deadline_s(self._profile, task) if lane.killable else None)
 
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
@@ -428,40 +421,34 @@ class Scheduler:
                 self._emit(_task_failed(task, now, str(error)))
                 self._results.follow_drop(task, error)
             if task.worker.leaving:
-                self._leave(task.worker)
+                self._roster.leave(task.worker)
         if self._policy.reopens and self._state.bubble_asked:
             self._state.bubble_asked, self._state.bubble_reopened = False, True
 
     def _idle(self, task: Task) -> None:
         worker, state = task.worker, self._state
-        self._ended(task)
+        state.ended(task)
         if worker.role == "trainer" and task.kind not in {"switch", "publish", "snapshot", "checkpoint"}:
             state.bubble_asked = state.bubble_reopened = False
         if not worker.leaving:
-            state.set_idle(worker)
-            self._just_idle.append(worker)
-
-    def _ended(self, task: Task) -> None:
-        worker, state = task.worker, self._state
-        if worker.role == "generator":
-            state.num_busy_generators -= 1
-            state.num_loading -= task.kind == "load"
-        worker.task = None
+            self._roster.set_idle(worker)
 
     # ---- losses ------------------------------------------------------------------------------------------------
 
     def _fail(self, task: Task, error: Exception) -> None:
         """A task failed: go on without its worker, or with it, or end the run."""
         worker = task.worker
-        restartable = hasattr(self._handles[worker], "restart")
         try:
-            lost = self._recovery.judge(task, error, restartable=restartable)
+            lost = self._recovery.judge(task, error, restartable=self._roster.restartable(worker))
         except Exception:
             raise self._failed(task, error) from error
         self._emit(_task_failed(task, self._now(), str(error)))
         if lost is not None:
-            self._ended(task)
-            self._lose(worker, lost, str(error))
+            self._state.ended(task)
+            self._roster.lose(worker, lost, str(error))
+            if worker.role == "trainer":
+                self._recovery.trainer_lost()
+                self._give_up_writing()
         else:
             self._idle(task)
         try:
@@ -470,86 +457,28 @@ class Scheduler:
             raise self._failure(task, problem) from error
         self._recovery.take_stock()
         if lost is None and worker.leaving:
-            self._leave(worker)
-
-    def _lose(self, worker: Worker, lost: Lost, error: str) -> None:
-        """Take a worker out, and have another started in its place."""
-        now = self._now()
-        lane = self._lanes.pop(worker.name)
-        lane.cancel()
-        self._abandon(lane.coroutine)
-        worker.lost = True
-        self._meter.left(worker, now)
-        self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, error, lost.wait_s))
-        if worker.role == "trainer":
-            self._recovery.trainer_lost()
-            self._give_up_writing()
-        elif lost.wait_s is not None:
-            self._state.absent[worker.name] = worker
-        if worker.role != "trainer":
-            self._state.depart(worker)
-        hung = error if lost.reason == "hung" else ""
-        if lost.wait_s is not None:
-            self._lost_at[worker] = now
-            self._restart(worker, lost.wait_s, hung)
-        elif hung:
-            self._abandon(self._loop.create_task(self._handles[worker].kill(hung), name=f"digen-kill-{worker.name}"))
-
-    def _abandon(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for what it does, but the scheduler for its end."""
-        self._abandoned.add(task)
-        task.add_done_callback(self._abandoned.discard)
-
-    def _restart(self, worker: Worker, wait_s: float, hung: str = "") -> None:
-        self._restarts[worker] = Restart(
-            self._handles[worker],
-            worker,
-            wait_s,
-            hung=hung,
-            deadline_s=self._rules.first_deadline_s,
-            wanted=self._state.step,
-            inbox=self._inbox,
-            checkpointer=self._checkpointer,
-            snapshots=self._snapshots,
-            loop=self._loop,
-        )
+            self._roster.leave(worker)
 
     def _readmit(self) -> None:
         """Let those take part again who are back; try again with those who could not be started."""
         while self._inbox.restarted:
             restart = self._inbox.restarted.popleft()
-            worker, now, error = restart.worker, self._now(), restart.error
-            del self._restarts[worker]
-            self._abandon(restart.coroutine)
+            worker, error = restart.worker, restart.error
+            self._roster.restarted(restart)
             try:
                 if error is None:
-                    self._rejoin(worker, restart.version)
+                    if worker.role == "trainer":
+                        self._recovery.trainer_back(restart.version)
+                    self._meter.count("worker/restarts")
+                    self._roster.rejoin(worker, restart.version)
+                    self._recovery.take_stock()
                 else:
-                    self._state.absent.pop(worker.name, None)
-                    hung = isinstance(error, WorkerTimeout)
-                    lost = self._recovery.lose(worker, "hung" if hung else "died", error, restartable=True)
-                    self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, str(error), lost.wait_s))
-                    if lost.wait_s is not None:
-                        if worker.role != "trainer":
-                            self._state.absent[worker.name] = worker
-                        self._restart(worker, lost.wait_s, str(error) if hung else "")
+                    reason: Loss = "hung" if isinstance(error, WorkerTimeout) else "died"
+                    lost = self._recovery.lose(worker, reason, error, restartable=True)
+                    self._roster.lose_again(worker, lost, str(error))
             except Exception as problem:
                 what = f"worker {worker.name!r} was lost and could not be started again: {problem}"
                 raise StepFailed(f"step {self._state.step} failed: {what}") from problem
-
-    def _rejoin(self, worker: Worker, version: int) -> None:
-        state, now = self._state, self._now()
-        if worker.role == "trainer":
-            self._recovery.trainer_back(version)
-        else:
-            del state.absent[worker.name]
-            (state.generators if worker.role == "generator" else state.scorers)[worker.name] = worker
-        worker.lost, worker.version, worker.joined = False, version, now
-        self._open_lane(worker)
-        self._meter.count("worker/restarts")
-        self._emit(WorkerRestarted(now, worker.name, worker.role, version, now - self._lost_at.pop(worker)))
-        state.recount_outdated()
-        self._recovery.take_stock()
 
     # ---- checkpoints that are written while the trainer goes on --------------------------------------------------
 
@@ -583,13 +512,8 @@ class Scheduler:
             self._writing, self._state.writing = None, False
 
     def _open_bubbles(self) -> None:
-        if not self._just_idle:
-            return
-        now = self._now()
-        for worker in self._just_idle:
-            if worker.task is None and worker.name in self._lanes:
-                self._emit(BubbleOpened(now, worker.name, idle_cause(self._state, worker)))
-        self._just_idle.clear()
+        for worker in self._roster.take_idle():
+            self._emit(BubbleOpened(self._now(), worker.name, idle_cause(self._state, worker)))
 
     def _ask(self, state: State, step: Step) -> Decision:
         """Ask the TAG policy about the bubble that emerged."""
@@ -677,19 +601,30 @@ class Scheduler:
         self._state = State(plan, self._assemble, rules, start_step=self._start_step)
         self._origin = self._loop.time()
         self._meter = Meter(0.0)
-        self._snapshots = Snapshots(trainer, self._rules, lambda payload: self._release(self._state.trainer, payload))
+        snapshots = Snapshots(trainer, self._rules, lambda payload: self._roster.release(self._state.trainer, payload))
+        self._roster = Roster(
+            self._state,
+            self._meter,
+            emit=self._emit,
+            now=self._now,
+            inbox=self._inbox,
+            checkpointer=self._checkpointer,
+            snapshots=snapshots,
+            rules=self._rules,
+            loop=self._loop,
+        )
         self._results = Results(
             self._state,
             self._meter,
             emit=self._emit,
             now=self._now,
-            workers=lambda: (lane.worker for lane in self._lanes.values()),
-            release=self._release,
+            workers=self._roster.workers,
+            release=self._roster.release,
             report=self._report,
             on_publish=self._on_publish,
             checkpointer=self._checkpointer,
             writing=self._follow_writing,
-            snapshots=self._snapshots,
+            snapshots=snapshots,
             evaluate=self._evaluate,
         )
         self._recovery = Recovery(
@@ -717,36 +652,12 @@ class Scheduler:
                 info={"name": self._name, "mode": config.mode, "axis": plan.axis},
             )
         )
-        self._join(trainer, "trainer")
+        self._roster.join(trainer, "trainer")
         for handle in generators:
-            self._join(handle, "generator")
+            self._roster.join(handle, "generator")
         for scorer in scorers:
-            self._join(scorer, "scorer")
+            self._roster.join(scorer, "scorer")
         self._state.recount_outdated()
-
-    def _release(self, owner: Worker, payload: Payload) -> None:
-        release = getattr(self._handles[owner], "release", None)
-        if release is not None:
-            release(payload)
-
-    def _join(self, handle: Any, role: Role) -> None:
-        state = self._state
-        version = getattr(handle, "version", self._start_step if role == "trainer" else 0)
-        worker = Worker(handle.name, role, len(self._handles), int(version), self._now())
-        self._handles[worker] = handle
-        if role == "trainer":
-            state.trainer = worker
-        else:
-            (state.generators if role == "generator" else state.scorers)[handle.name] = worker
-        self._open_lane(worker)
-        self._emit(WorkerJoined(self._now(), handle.name, role, worker.version))
-
-    def _open_lane(self, worker: Worker) -> None:
-        self._lanes[worker.name] = Lane(
-            self._handles[worker], worker, inbox=self._inbox, checkpointer=self._checkpointer, loop=self._loop
-        )
-        self._state.set_idle(worker)
-        self._just_idle.append(worker)
 
     async def _add(self, handle: Any, role: Role) -> None:
         self._entered()
@@ -760,25 +671,15 @@ class Scheduler:
                 raise ConfigError(f"worker {handle.name!r} has no method {method!r}")
         if role == "generator" and hasattr(handle, "encode") != self._state.rules.encodes:
             raise ConfigError(f"worker {handle.name!r}: all generators must have the method 'encode', or none")
-        self._join(handle, role)
+        self._roster.join(handle, role)
         self._state.recount_outdated()
         self._inbox.wake()
 
     def _check_may_join(self, handle: Any) -> None:
         if self.outcome != "running":
             raise ConfigError(f"the run is over ({self.outcome}); worker {handle.name!r} cannot join it")
-        if handle.name in self._lanes or handle.name in self._state.absent:
+        if handle.name in self._roster.lanes or handle.name in self._state.absent:
             raise ConfigError(f"a worker called {handle.name!r} takes part already; names are unique in a run")
-
-    def _leave(self, worker: Worker) -> None:
-        state, lane = self._state, self._lanes.get(worker.name)
-        if lane is None or lane.worker is not worker:  # a sink removed it a moment ago
-            return
-        self._lanes.pop(worker.name).cancel()
-        state.depart(worker)
-        self._meter.left(worker, self._now())
-        self._emit(WorkerLeft(self._now(), worker.name, "removed"))
-        self._inbox.wake()
 
     async def _end(self, outcome: Any, error: BaseException | None = None) -> None:
         """Cancel what runs, account for it, say so."""
@@ -792,9 +693,9 @@ class Scheduler:
         if self._writing is not None:
             await self._end_writing(outcome == "failed")
         emit = self._emit if error is None else self._emit_despite
-        for lane in self._lanes.values():
-            if lane.worker.task is not None:
-                emit(_task_failed(lane.worker.task, self._now(), "cancelled: the run ended"))
+        for worker in self._roster.workers():
+            if worker.task is not None:
+                emit(_task_failed(worker.task, self._now(), "cancelled: the run ended"))
         emit(RunFinished(self._now(), outcome, str(error) if error is not None else ""))
 
     async def _end_writing(self, wait: bool) -> None:
@@ -844,14 +745,7 @@ class Scheduler:
             raise cancelled
 
     async def _cancel_lanes(self) -> None:
-        ending = list(self._abandoned)
-        for lane in self._lanes.values():
-            lane.cancel()
-            ending.append(lane.coroutine)
-        for restart in self._restarts.values():
-            restart.coroutine.cancel()
-            ending.append(restart.coroutine)
-        if ending:
+        if hasattr(self, "_roster") and (ending := self._roster.cancel()):
             await asyncio.wait(ending)
 
     async def _close(self) -> None:

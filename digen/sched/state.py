@@ -350,12 +350,23 @@ class State:
     def _expects(self, role: Role) -> bool:
         return bool(self.absent) and any(worker.role == role for worker in self.absent.values())
 
+    def team(self, role: Role) -> dict[str, Worker]:
+        """The generators, or the scorers, by name."""
+        return self.generators if role == "generator" else self.scorers
+
     def depart(self, worker: Worker) -> None:
         """A generator or scorer takes part no more."""
-        (self.generators if worker.role == "generator" else self.scorers).pop(worker.name)
+        self.team(worker.role).pop(worker.name)
         self.recount_outdated()
         if self.num_outdated == 0:
             self.holding = False
+
+    def ended(self, task: Task) -> None:
+        """A worker's task is over."""
+        if task.worker.role == "generator":
+            self.num_busy_generators -= 1
+            self.num_loading -= task.kind == "load"
+        task.worker.task = None
 
     # ---- transitions -------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Run:
                         pass
             except DigenError as error:
                 self.error = error
-            assert scheduler._snapshots.newest is None, "it is let go"
+            assert scheduler._results._snapshots.newest is None, "it is let go"
 
         with mounted(), capture_logs() as self.logs:
             run_virtual(main())
