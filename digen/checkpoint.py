@@ -126,29 +126,29 @@ class Checkpoints:
         Raises:
             CheckpointError: the trainer wrote a file under a name that is the driver's, or nothing can be written.
         """
-        reward = self._rewards.get(version)  # another step may be the last by the time that all is written
         if self._writing is not None:
             await asyncio.wait([self._writing])
         temporary = self._folder / f".{_name(version)}.tmp"
         await asyncio.to_thread(self._make, temporary)
         if not hasattr(trainer, "begin_save"):
-            return await self._finish(version, temporary, await _awaited(trainer.save(str(temporary))), reward)
+            return await self._finish(version, temporary, await _awaited(trainer.save(str(temporary))))
         await _awaited(trainer.begin_save(str(temporary)))
-        self._writing = asyncio.create_task(self._follow(trainer, version, temporary, reward), name="digen-checkpoint")
+        self._writing = asyncio.create_task(self._follow(trainer, version, temporary), name="digen-checkpoint")
         self._writing.add_done_callback(_heard)
         return self._writing
 
-    async def _follow(self, trainer: Any, version: int, temporary: Path, reward: float | None) -> str:
+    async def _follow(self, trainer: Any, version: int, temporary: Path) -> str:
         while (files := await _awaited(trainer.saved())) is None:  # noqa: ASYNC110 - another process writes
             await asyncio.sleep(_POLL_S)
-        return await self._finish(version, temporary, files, reward)
+        return await self._finish(version, temporary, files)
 
-    async def _finish(self, version: int, temporary: Path, files: dict[str, str], reward: float | None) -> str:
+    async def _finish(self, version: int, temporary: Path, files: dict[str, str]) -> str:
         """Add the driver's part to a trainer's; not cut short, because another save may follow a cancellation."""
         bad = [name for name in files if name in {_STATE, _MANIFEST} or not _FILE.fullmatch(name)]
         if bad:
             raise CheckpointError(f"{', '.join(map(ascii, bad))} in {temporary}: the trainer must use another name")
         final = self._folder / _name(version)
+        reward = self._rewards.get(version)
         state = RunState(SCHEMA, version, version, self._plan_digest, self._family, self._settings, reward)
         completion = asyncio.ensure_future(asyncio.to_thread(self._complete, temporary, final, files, state))
         try:
@@ -369,7 +369,7 @@ def _complete(temporary: Path, final: Path, files: dict[str, str], state: RunSta
     digests = {**files, _STATE: hashlib.sha256(content).hexdigest()}
     write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())
     sync_folder(temporary)
-    aside = final.parent / final.name.replace("-", "-0")  # a name of the same version: one of the two always counts
+    aside = final.parent / final.name.replace("-", "-0")  # of this version too: one of them always counts
     if final.exists():  # the run reached the same step again
         if aside.exists():  # a crash left it
             shutil.rmtree(aside)

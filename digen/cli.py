@@ -1,7 +1,7 @@
 """The ``digen`` command. Imports only what a subcommand needs, when it needs it.
 
 Exit codes: 0 done, or preempted (SIGUSR1); 1 the run failed; 2 usage, configuration or checkpoint, so that nothing was
-trained; 130 interrupted by SIGINT or SIGTERM.
+trained, unless the message names a step; 130 interrupted by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from digen import __version__
+from digen.signals import obey, remembered
 
 if TYPE_CHECKING:
     from digen.config import RunConfig, ScheduleConfig
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    with remembered() if list(words[:1]) == ["train"] else nullcontext():
+        return _main(words)
+
+
+def _main(argv: Sequence[str]) -> int:
     from digen.errors import CheckpointError, ConfigError, DigenError
 
     try:
         sys.path.append(str(Path.cwd()))  # where a user's own rewards are looked for last
-        words, overrides = _split(sys.argv[1:] if argv is None else argv)
+        words, overrides = _split(argv)
         options = _parser().parse_args(words)
         code: int = options.command(options, overrides)
     except (ConfigError, CheckpointError) as error:
         return _complain(str(error), error, 2)
     except DigenError as error:
-        return _complain(str(error), error, 1)
+        return _complain(str(error), error, 2 if isinstance(error.__cause__, ConfigError) else 1)
     except BrokenPipeError:  # whoever read the output has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -176,6 +184,7 @@ def _train(options: argparse.Namespace, overrides: dict[str, str]) -> int:
     from digen.errors import CheckpointError, ConfigError, DigenError
     from digen.runner import how_to_continue, run
 
+    obey()
     if options.preset is not None:
         from digen.presets import ensure_model, tiny
 

@@ -76,8 +76,9 @@ class ScheduleConfig(Section):
     """C_gen: most generations in flight. Default: one per worker that can generate."""
     max_rollout_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
     """Most bytes of rollouts (trajectories, pictures) that exist at a time, such as ``64GiB``: from their generation to
-    the commit of their step. Later steps are generated for only while they fit; less than one step takes ends the run.
-    Default: no limit but the window's, W steps. Weights, and one or two steps' prompt encodings, come on top."""
+    the commit of their step. Later steps are generated for only while they fit, at the size of the largest so far; less
+    than one step takes ends the run. Default: no limit but the window's, W steps. Weights, snapshots, and one or two
+    steps' prompt encodings come on top."""
     max_dropped_groups: Share = Decimal(0)
     """Largest share of a step's groups that may be dropped because their reward failed. 0: the first ends the run."""
 
@@ -754,6 +755,8 @@ def _explain(item: Any) -> str:
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
         return f"unknown key {'.'.join(location)!r}; {hint}"
     field = ".".join(_field_path(location)) or "config"
+    if item["type"].startswith("byte_size"):
+        return f"{field}: must be a number of bytes above 0, such as 64GiB (got {item['input']!r})"
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "value_error":
         return f"{field}: {message}"

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from digen.errors import ConfigError, MissingExtra
+from digen.errors import ConfigError
+from digen.extras import explain
 from digen.types import Prompt, derive_seed
 
 if TYPE_CHECKING:
@@ -143,8 +144,9 @@ def _read_csv(path: Path, column: str) -> Iterator[Prompt]:
 def _read_hugging_face(name: str, section: PromptSection) -> Iterator[Prompt]:
     try:
         import datasets  # optional, and slow to import
-    except ImportError:
-        raise MissingExtra("datasets", "data") from None
+    except ImportError as error:
+        explain(error, "data")
+        raise
     where = f"hf:{name}"
     try:
         if Path(name).is_dir():

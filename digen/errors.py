@@ -123,7 +123,7 @@ class RankFailed(WorkerError):
 
 
 class PayloadLost(WorkerError):
-    """A payload that a call was to read is gone, with the machine that held it. The call never began.
+    """A payload that a call was to read is gone with the machine that held it, or with who was writing it still.
 
     ``worker`` made the payload; ``task`` needs it, on a worker that is well. Make it again, and repeat the call.
     """

@@ -43,7 +43,8 @@ Role = Literal["generator", "scorer", "trainer"]
 
 Loss = Literal["died", "hung", "protocol", "raised"]
 """How a worker was lost: its process ended, it did not answer in time, what it answered is no answer, or its code
-raised while it loaded weights, so that nobody knows what it holds."""
+raised while it loaded weights, so that nobody knows what it holds. ``raised`` is also whatever a handle raises that is
+no :class:`digen.errors.DigenError`."""
 
 Cause = Literal[
     "wait_weights",
@@ -155,12 +156,16 @@ class TaskRetried(Event, frozen=True, tag="task_retried"):
 
 
 class Quarantined(Event, frozen=True, tag="quarantined"):
-    """A micro-batch failed so often in a row that it is not tried again; its groups are dropped, or the run ends."""
+    """A micro-batch failed so often in a row that it is not tried again; its groups are dropped, or the run ends.
+
+    What else there was to generate of these groups is left out with it, by such an event each.
+    """
 
     kind: TaskKind
     step: int
     index: int
     attempts: int
+    """How often it failed; 0 if it was left out with another one."""
     error: str
     micro_batch: MicroBatch
     """Its prompts and what its seeds derive from: all that it takes to repeat it."""
@@ -350,11 +355,23 @@ Sink = Callable[[AnyEvent], None]
 """A sink is a callable that takes one event. It must not block."""
 
 
+_FLUSHED = (
+    StepCommitted,
+    RunFinished,
+    CheckpointSaved,
+    Evaluated,
+    WorkerLost,
+    WorkerRestarted,
+    Quarantined,
+    RolledBack,
+)
+
+
 class EventLog:
     """A sink that appends events to ``events.jsonl``.
 
-    Lines are buffered and flushed at every commit and at the end, so that the cost per event stays at an encode and
-    an append. Use as a context manager or call :meth:`close`. A last line that a crash cut short is removed before
+    Lines are buffered and flushed at every commit, loss and end, so that the cost per event stays at an encode and an
+    append. Use as a context manager or call :meth:`close`. A last line that a crash cut short is removed before
     anything is appended.
 
     Raises:
@@ -375,7 +392,7 @@ class EventLog:
         """Append one event."""
         try:
             self._file.write(self._encode(event) + b"\n")
-            if isinstance(event, StepCommitted | RunFinished | CheckpointSaved | Evaluated):
+            if isinstance(event, _FLUSHED):
                 self._file.flush()
         except OSError as error:
             raise unwritable(self._path, error) from error
@@ -426,7 +443,7 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
                 return
             try:
                 yield decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise ValueError(f"{path} line {number}: {error}") from error
 
 

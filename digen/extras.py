@@ -26,3 +26,16 @@ def require(extra: str) -> None:
     for module in EXTRAS[extra]:
         if find_spec(module) is None:
             raise MissingExtra(module, extra)
+
+
+def explain(error: ImportError, extra: str) -> None:
+    """Say how to install what an import did not find. For the ``except`` of an import, before its ``raise``.
+
+    An import can fail though everything is installed, for example where memory ends: nothing is said then.
+
+    Raises:
+        MissingExtra: a module of the extra is absent.
+    """
+    module = (error.name or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and module in EXTRAS[extra]:
+        raise MissingExtra(module, extra) from error

@@ -1,4 +1,4 @@
-"""Files of a run: written through to the device, and what to say when they cannot be."""
+"""Files of a run: written through to the device, and what to say when they cannot be or are damaged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import errno
 import os
 from pathlib import Path
 
-from digen.errors import OutputError
+from digen.errors import ConfigError, OutputError
+from digen.observe.text import escape_text
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -20,6 +21,21 @@ def reason(error: OSError) -> str:
     """Why something cannot be written, and what to do about it."""
     mend = "free space there" if error.errno in _FULL else "check the disk, and who may write there"
     return f"{error.strerror or error}; {mend}"
+
+
+def damaged(path: Path, number: int, error: Exception) -> ConfigError:
+    """The error to raise where line ``number`` of a file, counted from 1, is not what it should be."""
+    return ConfigError(f"{path} line {number}: {escape_text(str(error))}; delete the line")
+
+
+def refuse_special(path: Path) -> None:
+    """Check that lines can be kept at ``path``, where there may be nothing yet. A device will do.
+
+    Raises:
+        ConfigError: it is a folder, a pipe or a socket.
+    """
+    if path.is_dir() or path.is_fifo() or path.is_socket():
+        raise ConfigError(f"{path} is a folder, a pipe or a socket, not a file; move it away")
 
 
 def write_synced(path: Path, content: bytes) -> None:

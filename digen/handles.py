@@ -13,7 +13,9 @@ Optional methods are looked up by name and used when they exist:
 ``evaluate(request)`` on all generators  held-out samples of the weights held now, for a scheduler with ``evaluate``
 ``switch(to)`` on a trainer  called with ``"generate"`` before an assist and ``"train"`` after it; timed
 ``release(payload)``       the scheduler will not read this payload again; not a coroutine
-``restart()``              end what is left of a worker and start another in its place: a lost worker comes back
+``restart()``              end what is left of a worker and start another in its place, after it raised WorkerDied,
+                           WorkerTimeout, ProtocolError or anything that is no DigenError; ``version`` must be true
+                           then, and a trainer hold no gradient
 ``kill(reason)``           end a worker that hangs, at once; with ``restart`` its tasks get deadlines
 ``restore(path)`` on a trainer  hold the weights of a checkpoint that ``Checkpointer.newest`` names, after a restart
 ``snapshot()``, ``recall(snapshot)`` on a trainer  copy the whole state into memory that outlives its process, after a

@@ -29,7 +29,9 @@ _DENOISERS = ("transformer", "transformer_2", "unet")
 COPIES = 2
 """Segments that published weights go through: one is read while the next is written."""
 _FILES = 64
-"""Descriptors of a driver beside those of segments."""
+"""Descriptors of a driver beside those of segments and ranks."""
+_RANK_FILES = 3
+"""Of each rank: its socket, its pulse, and what watches its process."""
 
 
 def worker_names(config: RunConfig) -> list[str]:
@@ -76,10 +78,11 @@ def missing(config: RunConfig, machine: Machine, plan: Plan | None = None) -> li
             f"{format_bytes(machine.memory)} of memory; train an adapter (model.lora), or take a larger machine"
         )
     segments = num_segments(config, plan) if plan is not None else 0
-    if segments + _FILES > machine.num_files:
+    ranks = sum(map(workers.num_ranks, worker_names(config)))
+    if (files := segments + _RANK_FILES * ranks + _FILES) > machine.num_files:
         found.append(
-            f"up to {segments} rollouts wait at a time, each with a descriptor in the driver, which may have "
-            f"{machine.num_files}; raise it: ulimit -n {4096 * -(-(segments + _FILES) // 4096)}"
+            f"up to {segments} rollouts wait at a time, each with a descriptor in the driver, and {ranks} ranks have "
+            f"{_RANK_FILES} each; it may have {machine.num_files}; raise it: ulimit -n {4096 * -(-files // 4096)}"
         )
     return found
 
@@ -149,7 +152,8 @@ def rollout_bytes(config: RunConfig, plan: Plan) -> int:
     frames = 1 + ((sampling.num_frames or 1) - 1) // 4
     latent = 16 * 4 * frames * -(-sampling.height // 8) * -(-sampling.width // 8)
     samples = config.plan.prompts_per_step * config.plan.samples_per_prompt * config.schedule.resolved_window
-    return samples * (sampling.num_inference_steps + 1) * latent
+    need = samples * (sampling.num_inference_steps + 1) * latent
+    return min(need, config.schedule.max_rollout_bytes or need)
 
 
 def _check_names(config: RunConfig) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from digen.errors import ConfigError
 from digen.events import AnyEvent, Quarantined, remove_cut_line
-from digen.files import unwritable
+from digen.files import damaged, refuse_special, unwritable
 
 
 class Quarantine:
@@ -26,7 +25,7 @@ class Quarantine:
         path: the file.
 
     Raises:
-        ConfigError: it holds a line that is no such event.
+        ConfigError: it is no file, or holds a line that is no such event.
         OutputError: it cannot be written. The run ends then.
     """
 
@@ -37,8 +36,8 @@ class Quarantine:
         self._known = {(event.step, event.index) for event in self.found}
 
     def __call__(self, event: AnyEvent) -> None:
-        """Append what is given up for the first time."""
-        if not isinstance(event, Quarantined) or (event.step, event.index) in self._known:
+        """Append what is given up for the first time; what goes with it is left out again by itself."""
+        if not isinstance(event, Quarantined) or not event.attempts or (event.step, event.index) in self._known:
             return
         self._known.add((event.step, event.index))
         try:
@@ -50,6 +49,7 @@ class Quarantine:
             raise unwritable(self._path, error) from error
 
     def _read(self) -> tuple[Quarantined, ...]:
+        refuse_special(self._path)
         if not self._path.is_file():
             return ()
         try:
@@ -60,7 +60,18 @@ class Quarantine:
         found = []
         for number, line in enumerate(lines, 1):
             try:
-                found.append(msgspec.json.decode(line, type=Quarantined))
+                found.append(_decoded(line))
             except (msgspec.DecodeError, RecursionError) as error:
-                raise ConfigError(f"{self._path} line {number}: {error}; delete the line") from None
+                raise damaged(self._path, number, error) from None
         return tuple(found)
+
+
+def _decoded(line: bytes) -> Quarantined:
+    event = msgspec.json.decode(line, type=Quarantined)
+    held = event.micro_batch
+    if (event.step, event.index) != (held.step, held.index):
+        raise msgspec.DecodeError(
+            f"it names micro-batch {event.index} of step {event.step}, but holds micro-batch {held.index} of step "
+            f"{held.step}"
+        )
+    return event

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import structlog
 
@@ -26,14 +27,25 @@ from digen.checkpoint import Checkpoints, completed
 from digen.config import RunConfig, dump_yaml
 from digen.data import PromptSet, load_prompts
 from digen.diffusion import algorithms, families, rewards
-from digen.errors import ConfigError, DigenError
-from digen.events import Evaluated, EventLog, Sink, fan_out, read_events, tolerated
+from digen.errors import ConfigError, DigenError, InvariantViolation, OutputError
+from digen.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Evaluated,
+    EventLog,
+    Sink,
+    StepCommitted,
+    fan_out,
+    read_events,
+    tolerated,
+)
 from digen.extras import require
-from digen.files import unwritable
+from digen.files import refuse_special, unwritable
 from digen.fleet import build_workers
 from digen.groups import GroupAssembler
 from digen.guard import Guard
 from digen.machine import look
+from digen.observe.fold import Fold
 from digen.observe.metrics import MetricsLog
 from digen.observe.progress import Progress
 from digen.observe.report import text_summary, write_report
@@ -42,6 +54,7 @@ from digen.observe.trace import write_trace
 from digen.plan import Plan
 from digen.quarantine import Quarantine
 from digen.sched import Scheduler
+from digen.signals import NUMBERS, preempted
 from digen.types import EvaluationReport, EvaluationRequest, StepReport, derive_seed
 from digen.workers import Pool
 
@@ -190,6 +203,13 @@ def how_to_continue(folder: Path) -> str:
         return f"the last checkpoint is {saved[-1]}; continue from it with --resume latest{left_out}"
     if _is_untouched(folder):
         return "nothing was trained; the same command starts again"
+    if not folder.exists():
+        return f"there is no {folder} any more; the same command without --resume starts again"
+    if (folder / _QUARANTINE).is_file():
+        return (
+            f"no checkpoint was saved; delete all in {folder} but {_QUARANTINE} to start again, and set "
+            "schedule.max_dropped_groups above 0 to leave out what that lists"
+        )
     return f"no checkpoint was saved; delete {folder} to start again"
 
 
@@ -198,12 +218,19 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
     require_machine(prepared)
     folder = config.folder
     checkpoints = checkpoints_of(prepared)
-    with _claimed(folder, resume is not None), contextlib.ExitStack() as stack:
+    with _claimed(folder, resume is not None) as claim, contextlib.ExitStack() as stack:
+        await asyncio.to_thread(_check_record, folder / "events.jsonl")
         checkpoint = None if resume is None else await asyncio.to_thread(_find, checkpoints, resume, config)
         _make_weights_folder(config)
         _write_config(config, folder)
         quarantine = Quarantine(folder / _QUARANTINE)
+        if quarantine.found and config.schedule.max_dropped_groups == 0:
+            log.warning(
+                "schedule.max_dropped_groups is 0, so that what is in quarantine is tried again",
+                quarantine=str(folder / _QUARANTINE),
+            )
         sinks: list[Sink] = [
+            claim,
             checkpoints.note,
             stack.enter_context(EventLog(folder / "events.jsonl")),
             quarantine,
@@ -216,8 +243,10 @@ async def _arun(config: RunConfig, *, resume: str | Path | None, progress: bool,
             sinks.append(tolerated(stack.enter_context(Progress())))
         try:
             steps, outcome = await _train(prepared, checkpoints, checkpoint, quarantine, sinks, signals=signals)
+            claim.check()
         except BaseException:
             with contextlib.suppress(OSError, ValueError, DigenError):  # none of them explains why the run failed
+                claim.check()
                 _write_reports(folder)
             raise
         values = _write_reports(folder)
@@ -251,14 +280,28 @@ def _evaluations(prepared: Prepared, version: int) -> EvaluationRequest | None:
     return evaluation_request(prepared, prepared.config.folder / "samples" / f"evaluation_v{version:06d}.png")
 
 
+def _check_record(path: Path) -> None:
+    """Find out before anything is trained whether the report at its end could be made."""
+    refuse_special(path)
+    if path.is_file():
+        try:
+            Fold.of(read_events(path))
+        except ValueError as error:
+            raise ConfigError(f"{escape_text(str(error))}; delete the line") from None
+        except InvariantViolation as error:
+            raise ConfigError(f"{path}: {escape_text(str(error))}; move it away, no checkpoint needs it") from None
+
+
 def _write_reports(folder: Path) -> dict[str, Any]:
-    if not (folder / "events.jsonl").stat().st_size:
-        return {}
     try:
+        if not (folder / "events.jsonl").stat().st_size:
+            return {}
         write_trace(read_events(folder / "events.jsonl"), folder / "trace.json")
         return write_report(folder)
     except OSError as error:
         raise unwritable(folder / "report.html", error) from error
+    except ValueError as error:  # somebody wrote to the file meanwhile
+        raise OutputError(f"{folder / 'report.html'} cannot be written: {escape_text(str(error))}") from None
 
 
 def _find(checkpoints: Checkpoints, resume: str | Path, config: RunConfig) -> Path:
@@ -312,7 +355,6 @@ async def _train(
         async with scheduler:
             interrupt.begin(scheduler)
             steps = [report async for report in scheduler]
-        interrupt.scheduler = None
         if scheduler.outcome == "completed" and config.evaluation.at_end:
             await _evaluate(evaluator, prepared, sinks, "after")
     outcome = scheduler.outcome
@@ -340,8 +382,46 @@ async def _evaluate(worker: Any, prepared: Prepared, sinks: Sequence[Sink], when
     fan_out(sinks)(Evaluated(0.0, report.version, report.num_samples, report.metrics))
 
 
+class _Claim:
+    """The lock on a run's folder. A sink that ends the run once another folder is in its place, or none.
+
+    Whoever finds no lock there may claim the folder, and two runs would write into it.
+    """
+
+    def __init__(self, folder: Path, lock: IO[str]) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._saved = ""
+
+    def __call__(self, event: AnyEvent) -> None:
+        """Look before a step is saved, and after."""
+        if isinstance(event, StepCommitted | CheckpointSaved):
+            self.check()
+        if isinstance(event, CheckpointSaved):
+            self._saved = f"; the checkpoint {Path(event.path).name}, its last one, went with it"
+
+    def check(self) -> None:
+        """Nothing more is written into a folder that is not this run's.
+
+        Raises:
+            OutputError: it was removed, moved or replaced.
+        """
+        path = self._folder / _LOCK
+        try:
+            held = os.path.samestat(os.fstat(self._lock.fileno()), path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            held = False
+        except OSError as error:
+            raise unwritable(path, error) from error
+        if not held:
+            raise OutputError(
+                f"the run's folder {self._folder} was removed, moved or replaced while it ran, so that nothing more "
+                f"is written there{self._saved}"
+            )
+
+
 @contextmanager
-def _claimed(folder: Path, resume: bool) -> Iterator[None]:
+def _claimed(folder: Path, resume: bool) -> Iterator[_Claim]:
     """Hold the run's folder: a new one, or with ``resume`` an old one; never one that another run holds."""
     if resume and not folder.is_dir():
         raise ConfigError(f"there is no run to resume in {folder}; check run.name and run.output")
@@ -360,7 +440,7 @@ def _claimed(folder: Path, resume: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"another process is running in {folder}; wait for it or choose another name") from None
-        yield
+        yield _Claim(folder, lock)
 
 
 def _make_weights_folder(config: RunConfig) -> None:
@@ -377,7 +457,7 @@ def _write_config(config: RunConfig, folder: Path) -> None:
     """Write ``config.yaml``; one that a resume replaces with another is kept as ``config.1.yaml`` and so on."""
     path, text = folder / "config.yaml", dump_yaml(config)
     try:
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if path.exists() and path.read_bytes() != text.encode():
             number = next(number for number in itertools.count(1) if not (folder / f"config.{number}.yaml").exists())
             path.rename(folder / f"config.{number}.yaml")
             log.warning("the config differs from the one before, which is kept", kept=f"config.{number}.yaml")
@@ -387,9 +467,14 @@ def _write_config(config: RunConfig, folder: Path) -> None:
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Whether a run claimed ``folder`` but ended before its first event, so that nothing is lost by another start."""
+    """Whether a run claimed ``folder`` but ended before its first event, so that nothing is lost by another start.
+
+    Or whether nothing but a quarantine was left in it, for another start to heed.
+    """
     events = folder / "events.jsonl"
-    return (folder / _LOCK).is_file() and not (events.is_file() and events.stat().st_size)
+    if (folder / _LOCK).is_file():
+        return not (events.is_file() and events.stat().st_size)
+    return [path.name for path in folder.iterdir()] == [_QUARANTINE]
 
 
 class _Interrupt:
@@ -410,14 +495,17 @@ class _Interrupt:
 
     def __call__(self, number: int) -> None:
         name = signal.Signals(number).name
+        over = self.scheduler is not None and self.scheduler.outcome != "running"
         if number == signal.SIGUSR1:
+            if over:
+                return
             self.preempted = True
             log.warning("finishing the step and saving a checkpoint: the run is about to be ended", signal=name)
             if self.scheduler is not None:
                 self.scheduler.drain()
             return
         self._count += 1
-        if self.scheduler is None:
+        if self.scheduler is None or over:
             if self._task is not None:
                 self._task.cancel(f"interrupted by {name}")
         elif self._count == 1:
@@ -432,10 +520,11 @@ class _Interrupt:
 async def _interruptible(signals: bool) -> AsyncIterator[_Interrupt]:
     interrupt = _Interrupt(asyncio.current_task())
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if signals else ()
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in NUMBERS} if signals else {}
     for number in before:
         loop.add_signal_handler(number, interrupt, number)
+    if preempted(before.get(signal.SIGUSR1)):  # not sooner: none may come between
+        interrupt(signal.SIGUSR1)
     try:
         yield interrupt
     finally:

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from pydantic import ByteSize
 from structlog.testing import capture_logs
 
 from digen import Plan, ScheduleConfig, Scheduler
@@ -104,14 +105,14 @@ WEIGHTS = {
     "disk": 3,
     "load": 3,
     "snapshot": 5,
-    "switch": 6,
+    "switch": 7,
     "evaluate": 6,
     "begin_save": 5,
     "write": 5,
     "save": 5,
-    "assist": 6,
-    "recall": 10,
-    "restore": 9,
+    "assist": 8,
+    "recall": 11,
+    "restore": 11,
 }
 """How often the faults of a call are a run's focus; of other calls 2. The rarer a call is, the more."""
 ENOUGH, FULL = 100, 10_000
@@ -122,6 +123,8 @@ SAVES = {"save", "begin_save", "write", "disk"}
 FEWER = (*MIXES, *["none"] * len(MIXES))
 """What is drawn beside a focus."""
 TAGS = (None, "never", "greedy", "greedy", "static(1)", "static(3)", "threshold", "tag_first")
+ROLLOUT_BYTES = 8
+"""Of a micro-batch."""
 MAX_EVENTS = 20_000
 """No run that makes progress has so many."""
 KINDS = ("generate", "score", "load", "update", "commit", "publish", "switch_in", "switch_out", "encode", "evaluate")
@@ -213,6 +216,8 @@ def case_of(seed: int) -> Case:
     plan = random_plan(draw, seed)
     focuses = tuple(_focus(draw) for _ in range(2)) if draw.random() < FOCUSED else ()
     states = {focus.state for focus in focuses}
+    while "write" in states and plan.num_steps < 4:  # so that there is a next step while it is written
+        plan = random_plan(draw, seed)
     assists, saves, dies = states & {"assist", "switch"}, states & SAVES, states & {"start", "restore", "recall"}
     mode = draw.choice(["colocated", "naive", "microbatch", "gap", "gap", "tag", "tag", "tcss", "tcss"])
     if states & {"load", "publish", "encode"} and mode == "colocated":
@@ -230,6 +235,7 @@ def case_of(seed: int) -> Case:
         max_generating=draw.choice([None, None, 1, 2]),
         lazy_switch=draw.random() < 0.3,
         max_dropped_groups=draw.choice([Decimal(0), Decimal("0.5"), Decimal(1)]),
+        max_rollout_bytes=_max_rollout_bytes(seed, plan),
     )
     restarts = RestartsSection(
         budget=draw.choice([10, 100] if focuses else [0, 1, 3, 3, 10, 100]),
@@ -260,7 +266,7 @@ def case_of(seed: int) -> Case:
         num_scorers=draw.choice([0, 0, 0, 1, 2]),
         encodes=mode != "colocated" and ("encode" in states or draw.random() < 0.3),
         evaluates="evaluate" in states or draw.random() < 0.3,
-        save_every=draw.choice([1, 1, 2] if saves or dies else [None, 1, 1, 2, 3]),
+        save_every=draw.choice([1, 2, 3] if "write" in states else [1, 1, 2] if saves or dies else [None, 1, 1, 2, 3]),
         start_step=draw.randint(0, plan.num_steps - 1) if draw.random() < 0.2 else 0,
         drain_at_s=draw.uniform(0, 100) if draw.random() < 0.1 else None,
         num_values=draw.choice([None, 2, 3]),
@@ -268,14 +274,20 @@ def case_of(seed: int) -> Case:
         writes_late=bool(states & {"begin_save", "write"}) or ("save" not in states and draw.random() < 0.5),
         keep=draw.randint(1, 3),
         keep_best=draw.choice([0, 0, 1, 2]),
-        power_loss=draw.randint(1, 30) if draw.random() < 0.2 else None,
+        power_loss=draw.randint(1, 40) if draw.random() < 0.2 else None,
     )
 
 
 def _snapshot_every(seed: int, states: set[str]) -> int:
     # A draw of its own, so that all others are as they were before there were snapshots.
     draw = random.Random(derive_seed("snapshots", seed))  # noqa: S311 - not for secrets
-    return 0 if "restore" in states else 1 if states & {"snapshot", "recall"} else draw.choice([0, 0, 1, 1, 2])
+    return 0 if "restore" in states else 1 if states & {"snapshot", "recall", "write"} else draw.choice([0, 0, 1, 1, 2])
+
+
+def _max_rollout_bytes(seed: int, plan: Plan) -> ByteSize | None:
+    draw = random.Random(derive_seed("memory", seed))  # noqa: S311 - not for secrets
+    of_a_step = ROLLOUT_BYTES * plan.num_micro_batches
+    return ByteSize(draw.randint(of_a_step, 3 * of_a_step)) if draw.random() < 0.3 else None
 
 
 def _focus(draw: random.Random) -> Focus:
@@ -303,7 +315,7 @@ def _durations(draw: random.Random) -> dict[str, Any]:
     return found | {
         "start": draw.choice([0, 1, 10]),
         "save": draw.choice([0, 1]),
-        "write": draw.choice([0, 1, 3, 10]),
+        "write": draw.choice([0, 1, 10, 100]),
         "restore": draw.choice([0, 1]),
         "snapshot": draw.choice([0, 1, 3]),
         "recall": draw.choice([0, 1]),
@@ -403,7 +415,15 @@ class _Leg:
             config=case.config,
             restarts=case.restarts,
             advantage=case.advantage,
-            sinks=[ending.events.append, InvariantChecker(), partial(_ends, ending, trainer), self._checkpoints.note],
+            sinks=[
+                ending.events.append,
+                InvariantChecker(),
+                partial(_ends, ending, trainer),
+                self._checkpoints.note,
+                self._is_saved,
+                lambda _: _fits(scheduler),
+                lambda event: _forgets_the_future(scheduler, event),
+            ],
             checkpointer=self._checkpoints if case.save_every is not None else None,
             evaluate=_evaluation if case.evaluates else None,
             start_step=self.start_step,
@@ -433,10 +453,15 @@ class _Leg:
         draw = random.Random(derive_seed("workers", case.seed))  # noqa: S311 - not for secrets
         values = case.num_values
         reward = None if values is None else (lambda uid, sample: float((len(uid) * 7 + sample * 3) % values))
+        late_s = random.Random(derive_seed("late", case.seed)).choice([250, 1e4])  # noqa: S311 - not for secrets
         life = 1 + 1000 * self._number
 
         def make(kind: type[FaultyWorker], name: str, **options: Any) -> FaultyWorker:
-            return kind(name, self.faults, _durations(draw), reward=reward, disk=self.disk, first_life=life, **options)
+            options |= {"reward": reward, "disk": self.disk, "first_life": life, "late_s": late_s}
+            durations = _durations(draw)
+            if any(focus.state == "write" for focus in case.focuses):
+                durations["write"] = 100  # so that the next step ends before
+            return kind(name, self.faults, durations, **options)
 
         kind = FaultyEncoder if case.encodes else FaultyWorker
         generators = [make(kind, f"gen{number}") for number in range(case.num_generators)]
@@ -444,6 +469,10 @@ class _Leg:
         kind = FaultyWriter if case.writes_late else FaultyWorker
         trainer = make(kind, "trainer", weights=self.weights, switches=bool(generators))
         return trainer, generators, scorers
+
+    def _is_saved(self, event: AnyEvent) -> None:
+        if isinstance(event, CheckpointSaved) and all(fault.kind != "torn" for fault in self.ending.faults):
+            assert intact_on(self.disk).get(event.version), f"the checkpoint of version {event.version} is none"
 
     def _full(self, change: int) -> None:
         if self.faults.draw(f"disk#{self._number}.{change}", "disk", -1, -1) is not None:
@@ -471,6 +500,23 @@ def _ends(ending: Ending, trainer: FaultyWorker, event: AnyEvent) -> None:
     if isinstance(event, RunFinished):
         ending.num_lent = trainer.num_lent
     assert len(ending.events) < MAX_EVENTS, "the run does not end"
+
+
+def _fits(scheduler: Scheduler) -> None:
+    """The rollouts that exist are those that are counted, and pass their limit by one micro-batch at most."""
+    state = scheduler._state
+    limit, held = state.rules.max_rollout_bytes, state.memory.held
+    if limit is not None:
+        exist = ROLLOUT_BYTES * sum(len(step.rollouts) for step in state.steps.values())
+        assert held == exist, f"{held} bytes of rollouts are counted where there are {exist}"
+        assert held <= limit + ROLLOUT_BYTES, f"{held} bytes of rollouts, with a limit of {limit}"
+
+
+def _forgets_the_future(scheduler: Scheduler, event: AnyEvent) -> None:
+    """No snapshot is kept of what a run has gone back behind."""
+    if isinstance(event, RolledBack):
+        kept = scheduler._results._snapshots.newest
+        assert kept is None or kept.version <= event.version, f"a snapshot of version {kept.version} is kept"
 
 
 def _evaluation(version: int) -> EvaluationRequest | None:
@@ -643,7 +689,7 @@ def main() -> int:
         print(f"seed {seed}: {failure.splitlines()[0][:300]}\n    python experiments/faults.py --replay {seed}")
     good = not (tally.failures or few)
     if options.seeds >= FULL:
-        good &= recovery.report(200, 30, options.processes)
+        good &= recovery.report(100, 30, options.processes)
     return 0 if good else 1
 
 

@@ -51,6 +51,7 @@ JOB: dict[str, Any] = {
 }
 GONE_S = 5.0
 """How long children may live on after their driver."""
+_CHILD = "digen.workers.child"
 _LIMIT_S = 900.0
 """Of one run that is left alone. A run that hangs is a failure."""
 
@@ -151,9 +152,8 @@ def workers_of(pid: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if "digen.workers.child" not in words or process.info["status"] == psutil.STATUS_ZOMBIE:
-            continue
-        if words[words.index("digen.workers.child") + 2] == str(pid):
+        after = words[words.index(_CHILD) + 1 :] if _CHILD in words else []
+        if len(after) > 1 and after[1] == str(pid) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
 

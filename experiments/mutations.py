@@ -114,7 +114,7 @@ DEFECTS = (
     ),
     Defect(
         "warm start is skipped",
-        "sched.loop",
+        "sched.roster",
         "worker.lost, worker.version, worker.joined = False, version, now",
         "worker.lost, worker.joined, worker.version = False, now, max(version, worker.version)",
     ),
@@ -134,12 +134,7 @@ DEFECTS = (
         "                state.undispatch(state.ledger(argument.step), argument)",
         "                pass",
     ),
-    Defect(
-        "a checkpoint that was due is forgotten",
-        "sched.results",
-        "        self._saved_version, self._owed_version = NO_VERSION, version",
-        "        pass",
-    ),
+    Defect("a checkpoint that was due is forgotten", "sched.results", "        self._saved_version = NO_VERSION\n", ""),
     Defect(
         "a checkpoint that was lost has no successor",
         "sched.results",
@@ -159,11 +154,16 @@ DEFECTS = (
         'bool(self.scorers) or self._expects("scorer")',
         "bool(self.scorers)",
     ),
-    Defect("poison is tried for ever", "sched.recovery", "if len(failed) >= self._rules.max_attempts:", "if False:"),
+    Defect(
+        "poison is tried for ever",
+        "sched.recovery",
+        "if len(failed) >= (1 if self._is_suspect(task) else self._rules.max_attempts):",
+        "if False:",
+    ),
     Defect(
         "poison comes back with a rollback",
         "sched.recovery",
-        "        self._quarantined.append((task, error))",
+        "        self._quarantined.append((replace(task, argument=()), error))",
         "        pass",
     ),
     Defect("the budget is never used up", "sched.recovery", "        recent.append(now)\n", ""),
@@ -181,7 +181,7 @@ DEFECTS = (
         "        self._groups.clear()\n",
     ),
     Defect("a restart skips its back-off", "sched.recovery", ") if len(recent) > 1 else 0.0", ") if False else 0.0"),
-    Defect("a back-off is not waited for", "sched.lanes", "            if wait_s > 0:", "            if False:"),
+    Defect("a back-off is not waited for", "sched.restart", "            if wait_s > 0:", "            if False:"),
     Defect(
         "all workers share one budget",
         "sched.recovery",
@@ -192,15 +192,29 @@ DEFECTS = (
     Defect(
         "the deadline of an answer that came goes off",
         "sched.lanes",
-        "                finally:\n                    if self._alarm is not None:",
-        "                finally:\n                    if False:",
+        "                finally:\n                    self._alarm.off()",
+        "                finally:\n                    pass",
     ),
     Defect("a snapshot that is due is not taken", "sched.snapshots", "version % self._every", "version % 2"),
-    Defect("no snapshot is recalled", "sched.lanes", "        if snapshot is not None and (", "        if False and ("),
-    Defect("a snapshot that cannot be recalled is kept", "sched.lanes", "            self._snapshots.drop()\n", ""),
+    Defect(
+        "no snapshot is recalled", "sched.restart", "        if snapshot is not None and (", "        if False and ("
+    ),
+    Defect("a snapshot that cannot be recalled is kept", "sched.restart", "        self._snapshots.drop()\n", ""),
+    Defect(
+        "a restore that hangs is waited for for ever",
+        "sched.restart",
+        "        if self._killable:\n            self._alarm.set",
+        "        if False:\n            self._alarm.set",
+    ),
+    Defect(
+        "a restore that was given up goes on when its answer comes",
+        "sched.restart",
+        "            if self.coroutine.cancelling():",
+        "            if False:",
+    ),
     Defect(
         "a trainer that is back restores nothing",
-        "sched.lanes",
+        "sched.restart",
         'if self.worker.role == "trainer" and self.version != self._wanted:',
         "if False:",
     ),
@@ -255,6 +269,12 @@ DEFECTS = (
         "        file.flush()\n        os.fsync(file.fileno())\n",
         "        file.flush()\n",
     ),
+    Defect(
+        "the folder of the checkpoints is not synced",
+        "files",
+        "    for each in made:\n        sync_folder(each.parent)\n",
+        "",
+    ),
     Defect("a checkpoint has its name before its files are safe", "checkpoint", "    sync_folder(temporary)\n", ""),
     Defect("a checkpoint's name is not synced", "checkpoint", "    sync_folder(final.parent)\n", ""),
     Defect(
@@ -262,12 +282,16 @@ DEFECTS = (
         "checkpoint",
         "    write_synced(temporary / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())\n"
         "    sync_folder(temporary)\n"
-        "    if final.exists():  # a resumed run reached the same step again\n"
-        "        shutil.rmtree(final)\n"
+        '    aside = final.parent / final.name.replace("-", "-0")  # of this version too: one of them always counts\n'
+        "    if final.exists():  # the run reached the same step again\n"
+        "        if aside.exists():  # a crash left it\n"
+        "            shutil.rmtree(aside)\n"
+        "        final.rename(aside)\n"
         "    temporary.rename(final)\n"
         "    sync_folder(final.parent)\n",
+        '    aside = final.parent / final.name.replace("-", "-0")\n'
         "    if final.exists():\n"
-        "        shutil.rmtree(final)\n"
+        "        final.rename(aside)\n"
         "    temporary.rename(final)\n"
         "    sync_folder(final.parent)\n"
         "    write_synced(final / _MANIFEST, json.dumps(digests, indent=1, sort_keys=True).encode())\n",
@@ -279,16 +303,29 @@ DEFECTS = (
         "{*(self._best(folders) or folders[-self._keep :])}",
     ),
     Defect(
-        "a late checkpoint has the reward of a later step",
-        "checkpoint",
-        "        return await self._finish(version, temporary, files, reward)",
-        "        return await self._finish(version, temporary, files, self._rewards.get(version))",
-    ),
-    Defect(
         "the old checkpoints are deleted first",
         "checkpoint",
         "            _complete(temporary, final, files, state)\n            self._prune(state.version)\n",
         "            self._prune(state.version)\n            _complete(temporary, final, files, state)\n",
+    ),
+    Defect("no limit on memory", "sched.memory", "return self._largest is not None and", "return True or"),
+    Defect(
+        "what is being generated needs no memory",
+        "sched.memory",
+        "(num_generating + 1) * self._largest",
+        "self._largest",
+    ),
+    Defect(
+        "rollouts that are lost keep their memory",
+        "sched.state",
+        "        self.memory.let_go(rollout.payload.nbytes)\n",
+        "",
+    ),
+    Defect(
+        "steps that are forgotten keep their memory",
+        "sched.state",
+        "        for step in self.steps.values():\n            self.memory.let_go(step.num_bytes)\n",
+        "",
     ),
     Defect(
         "metrics of a lost gradient are kept",

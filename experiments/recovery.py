@@ -1,6 +1,6 @@
 """How much time do faults take from a run? In virtual time, on simulated workers.
 
-    python experiments/recovery.py [--seeds 200] [--days 30]      under a minute; experiments/faults.py prints it too
+    python experiments/recovery.py [--seeds 100] [--days 30]      under a minute; experiments/faults.py prints it too
 
 1. One fault in every ten steps: the time of the run without faults over that of the same run with them.
 2. Thirty days on a hundred workers that die now and then: are the weights those of the run without faults?
@@ -161,23 +161,23 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 WORKERS = 100
 LONG_TIMES: dict[str, Any] = {
-    "generate": lambda step, index: 1300 + (70 * step + 130 * index) % 600,
-    "score": 60,
-    "update": 12,
-    "commit": 60,
-    "publish": 20,
-    "load": 40,
+    "generate": lambda step, index: 2600 + (140 * step + 260 * index) % 1200,
+    "score": 120,
+    "update": 24,
+    "commit": 120,
+    "publish": 40,
+    "load": 80,
     "start": 300,
-    "save": 10,
-    "write": 120,
+    "save": 20,
+    "write": 240,
     "restore": 60,
 }
 
 
 def many_days(days: float, every_s: float | None) -> Outcome:
-    """About so many days on a hundred workers, in steps of about an hour."""
+    """A little more than so many days on a hundred workers, in steps of somewhat less than two hours."""
     plan = Plan(
-        ["a"], num_steps=round(days * 24), prompts_per_step=33, samples_per_prompt=3, micro_batch_size=1, seed=1
+        ["a"], num_steps=round(days * 13), prompts_per_step=33, samples_per_prompt=3, micro_batch_size=1, seed=1
     )
     rules = RestartsSection()
     return run(plan, FaultPlan(0), num_generators=WORKERS - 1, times=LONG_TIMES, rules=rules, every_s=every_s)
@@ -220,7 +220,7 @@ def report(num_seeds: int, days: float, num_processes: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--days", type=float, default=30)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()

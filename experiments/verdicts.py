@@ -31,6 +31,7 @@ from digen.events import (
     StepCommitted,
     TaskFailed,
     TaskFinished,
+    TaskStarted,
     WorkerLost,
     WorkerRestarted,
 )
@@ -59,6 +60,7 @@ def assert_deserved(case: Case, ending: Ending, undisturbed: Callable[[], Weight
     _metrics_of_what_was_trained(ending.before)
     _metrics_of_what_was_trained(ending.events)
     _back_to_the_newest(ending)
+    _written_one_by_one(ending)
     if ending.outcome == "failed":
         _deserved(case, ending)
     else:
@@ -149,6 +151,21 @@ def _back_to_the_newest(ending: Ending) -> None:
                 wanted = {max(saved, copied), saved if lost else max(saved, copied)}
                 assert event.version in wanted, f"the run goes back to {event.version}, not to {wanted}"
                 copied = min(copied, event.version)
+
+
+def _written_one_by_one(ending: Ending) -> None:
+    """No checkpoint is begun while another is written: the trainer would count as hung while it waits."""
+    if any(fault.method == "write" for fault in ending.faults):
+        return  # which no event tells, if nobody asks for the trainer any more
+    writing = False
+    for event in ending.events:
+        match event:
+            case TaskStarted(kind="checkpoint"):
+                assert not writing, f"the checkpoint of version {event.version} is begun while another is written"
+            case TaskFinished(kind="checkpoint"):
+                writing = True
+            case CheckpointSaved() | WorkerLost(role="trainer"):
+                writing = False
 
 
 def _trained_once(case: Case, ending: Ending, undisturbed: Callable[[], Weights]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -460,6 +462,42 @@ def test_running_code_of_a_model_is_refused_wherever_it_is_asked_for(key: str, v
 def test_weight_channels_that_cannot_be(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("schedule.max_rollout_bytes", True, "schedule.max_rollout_bytes"),
+        ("restarts.budget", True, "restarts.budget"),
+        ("optimizer.lr", True, "optimizer.lr"),
+        ("schedule.stale_fraction", False, "schedule.stale_fraction"),
+        ("workers.gpus", {"gen0": [True]}, "workers.gpus"),
+        ("run.stop_above", {"grad_norm": True}, "run.stop_above"),
+        ("workers.judges", {"a": {"model": "/m", "replicas": True}}, "workers.judges.a.replicas"),
+    ],
+)
+def test_true_is_not_taken_for_one(field: str, value: Any, named: str) -> None:
+    said = rf"{re.escape(named)}: {'false' if value is False else 'true'} is not a number$"
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {field: value})
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, {field: json.dumps(value)})  # as a file or a command line has it
+
+
+def test_true_is_taken_where_it_is_due() -> None:
+    values = {"algorithm.options": {"a": True}, "workers.engine_args": {"b": [True]}, "prompts.shuffle": True}
+    config = load_config(None, values)
+    assert (config.algorithm.options, config.workers.engine_args) == ({"a": True}, {"b": [True]})
+    assert config.prompts.shuffle
+    assert load_config(None, {"restarts.budget": "2"}).restarts.budget == 2
+
+
+@pytest.mark.parametrize("value", [-1, "1.5 parsecs", "lots", ".nan"])
+def test_what_is_no_number_of_bytes_is_told_what_would_be(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"schedule\.max_rollout_bytes: must be a number of bytes above 0, such as 64GiB \(got .*\)$"
+    ):
+        load_config(None, {"schedule.max_rollout_bytes": value})
 
 
 LETTERS = "ab.:[]{}&*!?-'\"\0\x85\n é1"

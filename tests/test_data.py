@@ -231,7 +231,7 @@ def without_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.partition(".")[0] == "datasets":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)

@@ -41,6 +41,7 @@ LAYERS: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
                 "groups",
                 "guard",
                 "quarantine",
+                "signals",
                 "data",
                 "durations",
             )

@@ -170,6 +170,11 @@ def test_memory_for_weights_and_descriptors(tmp_path: Path) -> None:
     assert placement.num_segments(wide, plan) == 2 * plan.num_micro_batches
     (line,) = placement.missing(wide, replace(NO_GPU, num_files=80), plan)
     assert line.endswith("raise it: ulimit -n 4096")
+    need = placement.num_segments(wide, plan) + 64 + 2 * 3  # the trainer and a generator
+    assert placement.missing(wide, replace(NO_GPU, num_files=need), plan) == []
+    many = config({"schedule.mode": "tcss", "workers.generators": 2, "workers.ranks": {"trainer": 8}})
+    (line,) = placement.missing(many, replace(NO_GPU, num_files=need), plan)
+    assert "10 ranks have 3 each" in line
     sized = config({"sampling.height": 1024, "sampling.width": 1024, "plan.samples_per_prompt": 1})
     assert placement.rollout_bytes(sized, plan) == 10 * 9 * 128 * 128 * 16 * 4
 

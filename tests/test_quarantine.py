@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from digen import ConfigError, MicroBatch, Plan
 from digen.errors import OutputError
@@ -39,6 +41,14 @@ def test_what_is_given_up_is_on_disk_at_once_and_known_to_the_next_run(path: Pat
     assert all(line.isprintable() for line in path.read_text(encoding="utf-8").splitlines())
 
 
+def test_what_is_left_out_with_another_has_no_line_of_its_own(path: Path) -> None:
+    """So that the line of the other one is all there is to delete."""
+    quarantine = Quarantine(path)
+    quarantine(given_up(1))
+    quarantine(replace(given_up(1, 1), attempts=0))
+    assert Quarantine(path).found == (given_up(1),)
+
+
 def test_a_line_holds_what_it_takes_to_repeat_it(path: Path) -> None:
     Quarantine(path)(given_up(1))
     (event,) = Quarantine(path).found
@@ -66,6 +76,26 @@ def test_a_line_that_is_something_else_is_named(path: Path, line: str) -> None:
     with path.open("a", encoding="latin-1") as file:
         file.write(line + "\n")
     with pytest.raises(ConfigError, match=r"quarantine\.jsonl line 2: .*; delete the line"):
+        Quarantine(path)
+
+
+def test_an_event_that_holds_another_micro_batch_is_named(path: Path) -> None:
+    for wrong in (replace(given_up(1), index=1), replace(given_up(1), step=2)):
+        path.unlink(missing_ok=True)
+        Quarantine(path)(wrong)
+        with pytest.raises(
+            ConfigError, match=r"line 1: it names .* but holds micro-batch 0 of step 1; delete the line$"
+        ):
+            Quarantine(path)
+
+
+def test_what_is_no_file_is_refused(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"quarantine\.jsonl is a folder, a pipe or a socket.*; move it away$"):
+        Quarantine(path)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"move it away$"):  # and does not block
         Quarantine(path)
 
 

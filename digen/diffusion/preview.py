@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from digen.diffusion.families.base import Images
 from digen.diffusion.ranks import Ranks
-from digen.errors import MissingExtra
+from digen.extras import explain
 
 VideoFormat = Literal["gif", "mp4"]
 
@@ -155,8 +155,9 @@ def _gif(frames: Sequence[Image.Image], frames_per_second: int) -> Callable[[Pat
 def _mp4(frames: Sequence[Image.Image], frames_per_second: int) -> Callable[[Path], None]:
     try:
         import av
-    except ImportError:
-        raise MissingExtra("av", "video") from None
+    except ImportError as error:
+        explain(error, "video")
+        raise
 
     def write(path: Path) -> None:
         with av.open(str(path), "w") as container:

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from digen.errors import InvariantViolation, MissingExtra, WorkerError
+from digen.errors import InvariantViolation, WorkerError
+from digen.extras import explain
 
 try:
     import diffusers  # noqa: F401 - a family needs it; asked for here, so that its absence is one clear error
@@ -30,7 +31,8 @@ try:
     import torch
     from numpy.typing import NDArray
 except ImportError as error:
-    raise MissingExtra(error.name or "torch", "diffusion") from error
+    explain(error, "diffusion")
+    raise
 
 from digen.config import RunConfig
 from digen.diffusion import families

@@ -17,7 +17,7 @@ import xxhash
 from msgspec import Struct
 from torch import Tensor
 
-from digen.diffusion.channels.layout import DTYPES, Bytes
+from digen.diffusion.channels.layout import DTYPES, NAMES, Bytes
 from digen.diffusion.sharding import local
 from digen.errors import CheckpointError, ConfigError
 from digen.handles import Memory
@@ -26,11 +26,10 @@ from digen.types import Payload
 TEXT, TENSORS, SUM = "text", "tensors", "sum"
 """Arrays of the payload."""
 
-COPIES = 2
+_COPIES = 2
 """Snapshots that are held at the same time: the newest, and the one that is being taken."""
 
 _ALIGNMENT = 64
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Place(Struct, frozen=True, array_like=True):
@@ -64,7 +63,7 @@ class Contents(Struct, frozen=True):
         for file, tensors in files.items():
             places[file] = {}
             for name, tensor in tensors.items():
-                place = places[file][name] = Place(_NAMES[tensor.dtype], tuple(local(tensor).shape), end)
+                place = places[file][name] = Place(NAMES[tensor.dtype], tuple(local(tensor).shape), end)
                 end = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
         return cls(plain, places)
 
@@ -84,9 +83,9 @@ def check_room(nbytes: int, available: int) -> None:
     Raises:
         ConfigError: there is not.
     """
-    if COPIES * nbytes > available:
+    if _COPIES * nbytes > available:
         raise ConfigError(
-            f"snapshots of the trainer take {COPIES * nbytes} bytes of memory ({COPIES} copies of {nbytes}), and its "
+            f"snapshots of the trainer take {_COPIES * nbytes} bytes of memory ({_COPIES} copies of {nbytes}), and its "
             f"machine has {available} left; set restarts.snapshot_every, 0 for none, or give it more memory"
         )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from digen.observe.fold import Fold
-from digen.observe.ledger import HANDOVER
-from digen.observe.text import format_share
+from digen.observe.ledger import HANDOVER, WORKER_LOST
+from digen.observe.text import format_duration, format_share
 
 LINEAR_NOTE = (
     "Where every stage scales linearly with the number of GPUs, disaggregation cannot beat colocation: pipelining and "
@@ -46,7 +46,14 @@ def balance(fold: Fold) -> float | None:
 
 
 def advise(fold: Fold) -> str:
-    """The largest avoidable bubble and what would shrink it, or that there is none."""
+    """The largest avoidable bubble and what would shrink it, or that there is none.
+
+    Of a run that failed it says how to go on, and where losses took more time than any bubble, that times cannot be
+    compared.
+    """
+    if fold.finished is not None and fold.finished.outcome == "failed":
+        go_on = "continue with --resume latest" if fold.checkpoint else "start again; no checkpoint was saved"
+        return f"Mend what the error says, then {go_on}."
     if len(fold.steps) < 3:
         return "Too few steps to tell where time is lost; run at least three."
     if not fold.of_role("generator"):
@@ -60,6 +67,13 @@ def advise(fold: Fold) -> str:
                 shares[role, cause] += seconds / wall
     avoidable = [(share, role, cause) for (role, cause), share in shares.items() if cause in _REMEDY]
     share, role, cause = max(avoidable, default=(0.0, "", ""))
+    if max(shares["generator", WORKER_LOST], shares["trainer", WORKER_LOST]) >= max(share, _SMALL):
+        lost, idle = format_duration(fold.lost_s), format_duration(fold.idle_s(WORKER_LOST))
+        return (
+            f"Workers were lost for {lost} in all, and others idled {idle} meanwhile, more than for any other cause: "
+            "these times say nothing about the schedule. Find out why workers are lost: each loss, with its error, is "
+            "in report.html."
+        )
     if share < _SMALL:
         return (
             f"Both pools are busy: no avoidable bubble reaches {format_share(_SMALL)}. "

@@ -1,10 +1,11 @@
 """The fold of the event stream that everything in observe is made of.
 
-:class:`Fold` takes events one by one and keeps totals whose size depends on the number of workers, not on the length
-of the run; whoever wants each task and bubble asks for them by ``on_span``.
+:class:`Fold` takes events one by one and keeps totals whose size depends on the number of workers and losses, not on
+the length of the run; whoever wants each task and bubble asks for them by ``on_span``.
 
 A resumed run appends to the same stream, and its clock starts again: each ``RunStarted`` begins a *segment*, and
-segments are laid end to end. Steps that a resume or a rollback repeats replace the ones that were lost.
+segments are laid end to end. Steps that a resume or a rollback repeats replace the ones that were lost, and what was
+counted of those is taken back.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ from digen.events import (
     WorkerRestarted,
 )
 from digen.observe.ledger import Outcome, Span, WorkerLedger
+from digen.observe.losses import Losses
 from digen.observe.steps import StepSummary, StepTally
 
 ROLES = ("generator", "scorer", "trainer")
 """Roles in the order in which they are shown."""
+
+CANCELLED = "cancelled:"
+"""How the error of a task begins that the end of the run cut short."""
 
 
 class Fold:
@@ -68,6 +73,7 @@ class Fold:
         self.checkpoint: CheckpointSaved | None = None
         self.counts: Counter[str] = Counter()
         """Numbers of things, keys ``num_*``."""
+        self.losses = Losses()
         self.staleness: Counter[int] = Counter()
         """Updated micro-batches by staleness."""
         self.overlap_s = 0.0
@@ -78,7 +84,9 @@ class Fold:
         """(step, index) generated and not yet being scored: SQ."""
         self.update_queue: set[tuple[int, int]] = set()
         """(step, index) scored and not yet being updated: UQ, and what waits for its group."""
-        self._quarantined: set[tuple[int, int]] = set()
+        self._awaited: dict[str, bool] = {}
+        """Workers that are lost, and whether they are to come back."""
+        self._disturbed = False
         self._on_span = on_span
         self._keep_steps = keep_steps
         self._offset = 0.0
@@ -111,6 +119,15 @@ class Fold:
         """Worker-seconds spent on tasks of these kinds."""
         return sum((ledger.kind_s.get(kind, 0.0) for ledger in self.workers.values() for kind in kinds), 0.0)
 
+    def idle_s(self, cause: str) -> float:
+        """Worker-seconds idled for this cause."""
+        return sum((ledger.bubble_s.get(cause, 0.0) for ledger in self.workers.values()), 0.0)
+
+    @property
+    def lost_s(self) -> float:
+        """Worker-seconds from being lost to being back, or to the end of the run, of losses that have ended."""
+        return sum((ledger.lost_s for ledger in self.workers.values()), 0.0)
+
     def tasks(self, *kinds: str) -> int:
         """Number of tasks of these kinds that were done."""
         return sum(ledger.num_tasks[kind] for ledger in self.workers.values() for kind in kinds)
@@ -125,7 +142,7 @@ class Fold:
             case TaskFinished():
                 self._end(event, "done")
             case TaskFailed():
-                self._end(event, "failed")
+                self._end(event, "cancelled" if event.error.startswith(CANCELLED) else "failed")
             case BubbleOpened():
                 if (ledger := self._ledger(event.worker)).present:
                     ledger.explain(event.cause, self.now)
@@ -133,9 +150,9 @@ class Fold:
                 self._tally(event.step).rewards += event.rewards
             case GroupCompleted():
                 self._tally(event.step).group_stds.append(event.reward_std)
-                self.counts["num_groups"] += 1
-                self.counts["num_groups_spanning"] += event.num_micro_batches > 1
-                self.counts["num_groups_mixed"] += len(set(event.versions)) > 1
+                self._count(event.step, "num_groups")
+                self._count(event.step, "num_groups_spanning", event.num_micro_batches > 1)
+                self._count(event.step, "num_groups_mixed", len(set(event.versions)) > 1)
             case MicroBatchSettled():
                 self._settle(event)
             case TagDecided():
@@ -146,19 +163,26 @@ class Fold:
                 ledger = self.workers.setdefault(event.worker, WorkerLedger(event.worker, event.role, self._on_span))
                 self._leave(ledger, "failed")
                 ledger.join(event.version, self.now)
-            case WorkerLeft() | WorkerLost():
-                self.counts["num_workers_lost"] += isinstance(event, WorkerLost)
+                self._awaited.pop(event.worker, None)
+                self._look_who_is_lost()
+            case WorkerLeft():
                 self._leave(self._ledger(event.worker), "failed")
+            case WorkerLost():
+                self.counts["num_workers_lost"] += 1
+                self._leave(ledger := self._ledger(event.worker), "failed")
+                ledger.lose(event.reason, self.now)
+                self._awaited[event.worker] = event.restart_in_s is not None
+                self._disturbed = True
+                self._look_who_is_lost()
             case WorkerRestarted():
                 self.counts["num_restarts"] += 1
                 self._ledger(event.worker).join(event.version, self.now)
+                self._awaited.pop(event.worker, None)
+                self._look_who_is_lost()
                 if event.role == "trainer":
                     self._lose_gradient()
             case TaskRetried():
                 self.counts["num_retries"] += 1
-            case Quarantined():
-                self._quarantined.add((event.step, event.index))  # a resumed run says so again
-                self.counts["num_quarantined"] = len(self._quarantined)
             case RolloutLost():
                 self.counts["num_rollouts_lost"] += 1
                 self.score_queue.discard((event.step, event.index))
@@ -175,11 +199,18 @@ class Fold:
             case RunFinished():
                 self.finished = event
                 self.close()
+        self.losses.apply(event, self.now)
+        if isinstance(event, Quarantined) and event.attempts:
+            self.counts["num_quarantined"] = self.losses.num_quarantined
 
     def close(self) -> None:
-        """End the present segment: workers leave, tasks that still run are lost. After ``RunFinished`` a no-op."""
+        """End the present segment: workers leave, tasks that run stay unfinished. After ``RunFinished`` a no-op."""
         for ledger in self.workers.values():
-            self._leave(ledger, "lost")
+            self._leave(ledger, "unfinished")
+            ledger.end_loss(self.now)
+        self._awaited.clear()
+        self._look_who_is_lost()
+        self.losses.close()
         self._open = False
 
     def _begin(self, event: RunStarted) -> None:
@@ -190,10 +221,16 @@ class Fold:
         self._offset = self.now - event.time
         self._step_began = self.now
         self._cold = True
+        self._disturbed = False
         self._forget_from(event.start_step)
 
     def _forget_from(self, version: int) -> None:
-        """The run goes on from an earlier version: what came after it comes again."""
+        """The run goes on from an earlier version: what came after it comes again, and is counted then."""
+        undone: list[StepSummary | StepTally] = [self.steps[step] for step in self.steps if step >= version]
+        for each in [*undone, *self._tallies.values()]:
+            self.counts.subtract(each.counts)
+            self.staleness.subtract(each.staleness)
+        self.staleness = +self.staleness  # without zeros
         self.steps = {step: summary for step, summary in self.steps.items() if step < version}
         self._tallies.clear()
         self.score_queue.clear()
@@ -202,7 +239,7 @@ class Fold:
     def _lose_gradient(self) -> None:
         """The trainer was lost: what was updated on waits for its update again."""
         for step, tally in self._tallies.items():
-            self.counts["num_updated"] -= len(tally.updated)
+            self._count(step, "num_updated", -len(tally.updated))
             self.staleness.subtract(tally.staleness)
             self.update_queue |= {(step, index) for index in tally.updated}
             tally.updated.clear()
@@ -224,6 +261,15 @@ class Fold:
 
     def _tally(self, step: int) -> StepTally:
         return self._tallies.setdefault(step, StepTally())
+
+    def _count(self, step: int, name: str, number: int = 1) -> None:
+        """Count something that is counted again if the step is trained again."""
+        self.counts[name] += number
+        self._tally(step).counts[name] += number
+
+    def _look_who_is_lost(self) -> None:
+        for ledger in self.workers.values():
+            ledger.set_others_lost(bool(self._awaited), self.now)
 
     def _leave(self, ledger: WorkerLedger, outcome: Outcome) -> None:
         if ledger.present:
@@ -261,22 +307,34 @@ class Fold:
             ledger.version = event.version
 
     def _settle(self, event: MicroBatchSettled) -> None:
-        self.counts[f"num_{event.outcome}"] += 1
+        self._count(event.step, f"num_{event.outcome}")
         self.update_queue.discard((event.step, event.index))
         if event.outcome == "updated":
             self.staleness[event.staleness] += 1
-            self._tally(event.step).staleness.append(event.staleness)
+            self._tally(event.step).staleness[event.staleness] += 1
             self._tally(event.step).updated.append(event.index)
 
     def _commit(self, event: StepCommitted) -> None:
         duration_s, self._step_began = self.now - self._step_began, self.now
         derived = {"pipeline/makespan_s": duration_s, **self._idle_since_commit()}
-        derived |= self._tallies.pop(event.step, StepTally()).values()
+        tally = self._tallies.pop(event.step, StepTally())
+        derived |= tally.values()
         self.sync_bytes += event.values.get("weight_sync/bytes", 0.0)
         self.counts["num_commits"] += 1
         values = derived | event.values
-        self.steps[event.step] = StepSummary(event.step, event.version, self.now, duration_s, values, self._cold)
+        self.steps[event.step] = StepSummary(
+            event.step,
+            event.version,
+            self.now,
+            duration_s,
+            values,
+            cold=self._cold,
+            disturbed=self._disturbed,
+            counts=tally.counts,
+            staleness=tally.staleness,
+        )
         self._cold = False
+        self._disturbed = any(self._awaited.values())  # with one less for good, the others are the run's measure
         if self._keep_steps is not None and len(self.steps) > self._keep_steps:
             del self.steps[next(iter(self.steps))]
 

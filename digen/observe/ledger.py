@@ -2,7 +2,7 @@
 
 From joining to leaving, a worker is either busy with a task or in a bubble, so busy + bubbles = wall. A bubble opens
 when a task ends and ends at the worker's next task, its leaving or the end of the run; ``BubbleOpened`` tells its
-cause.
+cause. The time from being lost to being back is none of these: the worker is not there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from digen.events import Role, TaskStarted
 HANDOVER = "handover"
 """Cause of a bubble that no ``BubbleOpened`` explains: the driver's own time between two tasks."""
 
-Outcome = Literal["done", "failed", "lost"]
-"""How a task ended. ``lost``: the stream, or the run, ended before the task did."""
+WORKER_LOST = "worker_lost"
+"""Cause of what a worker idles while another one is lost: it says nothing about the schedule."""
+
+Outcome = Literal["done", "failed", "cancelled", "unfinished"]
+"""How a task ended. ``cancelled``: by the end of the run. ``unfinished``: the stream ended before the task did."""
 
 
 class Span(Struct, frozen=True):
-    """A stretch of one worker's time: a task, or a bubble (``kind="bubble"``). Seconds since the run began."""
+    """A stretch of one worker's time: a task, a bubble (``kind="bubble"``), or the time that it was lost
+    (``kind="lost"``). Seconds since the run began.
+    """
 
     worker: str
     kind: str
@@ -44,7 +49,7 @@ class Span(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """``generate s3 mb5 v2``, or a bubble's cause."""
+        """``generate s3 mb5 v2``, or the cause of a bubble or a loss."""
         return self.cause or task_label(self.kind, self.step, self.index, self.version)
 
 
@@ -56,7 +61,7 @@ def task_label(kind: str, step: int, index: int, version: int) -> str:
 
 @dataclass(slots=True)
 class WorkerLedger:
-    """One worker's tasks and bubbles, closed ones summed up. ``on_span`` gets each of them when it closes."""
+    """One worker's tasks, bubbles and losses, closed ones summed up. ``on_span`` gets each of them when it closes."""
 
     name: str
     role: Role
@@ -68,7 +73,14 @@ class WorkerLedger:
     since: float = 0.0
     """When the present busy stretch or bubble began."""
     cause: str = HANDOVER
-    """Why it idles, while it does."""
+    """Why it idles, while it does and nobody is lost."""
+    others_lost: bool = False
+    """Whether another worker is lost now."""
+    lost_since: float | None = None
+    """When it was lost, while it is."""
+    lost_s: float = 0.0
+    """From being lost to being back, or to the end of the run, over all losses that have ended."""
+    lost_reason: str = ""
     running: dict[int, tuple[TaskStarted, float]] = field(default_factory=dict)
     """Tasks under way and when they began; one at a time unless the worker takes more."""
     wall_s: float = 0.0
@@ -87,6 +99,11 @@ class WorkerLedger:
         idle_s = sum(self.bubble_s.values(), 0.0)
         return (self.busy_s + open_s, idle_s) if self.running else (self.busy_s, idle_s + open_s)
 
+    @property
+    def idle_cause(self) -> str:
+        """Why it idles now."""
+        return WORKER_LOST if self.others_lost else self.cause
+
     def idle_share(self, now: float) -> float:
         """Idle share of its time up to now."""
         busy_s, idle_s = self.totals(now)
@@ -94,6 +111,7 @@ class WorkerLedger:
 
     def join(self, version: int, now: float) -> None:
         """Take part from now on."""
+        self.end_loss(now)
         self.version, self.present, self.cause = version, True, HANDOVER
         self.joined = self.since = now
 
@@ -104,6 +122,29 @@ class WorkerLedger:
         self._close_bubble(now)
         self.wall_s += now - self.joined
         self.present = False
+
+    def lose(self, reason: str, now: float) -> None:
+        """Be lost, after leaving; one that is lost already could not be started again."""
+        if self.lost_since is None:
+            self.lost_since, self.lost_reason = now, reason
+
+    def end_loss(self, now: float) -> None:
+        """The worker is back, or the run is over."""
+        if self.lost_since is None:
+            return
+        self.lost_s += now - self.lost_since
+        if self.on_span is not None and now > self.lost_since:
+            self.on_span(Span(self.name, "lost", self.lost_since, now, cause=f"lost: {self.lost_reason}"))
+        self.lost_since = None
+
+    def set_others_lost(self, others_lost: bool, now: float) -> None:
+        """Another worker is lost, or all are back: a bubble that is open is two, of which each has its own cause."""
+        if others_lost != self.others_lost:
+            if self.present and not self.running:
+                cause = self.cause
+                self._close_bubble(now)
+                self.cause = cause
+            self.others_lost = others_lost
 
     def start(self, event: TaskStarted, now: float) -> None:
         """Begin a task, which ends the bubble."""
@@ -133,7 +174,8 @@ class WorkerLedger:
 
     def _close_bubble(self, now: float) -> None:
         if now > self.since:
-            self.bubble_s[self.cause] += now - self.since
+            cause = self.idle_cause
+            self.bubble_s[cause] += now - self.since
             if self.on_span is not None:
-                self.on_span(Span(self.name, "bubble", self.since, now, cause=self.cause))
+                self.on_span(Span(self.name, "bubble", self.since, now, cause=cause))
         self.since, self.cause = now, HANDOVER

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 
 from digen.events import AnyEvent, RolledBack, RunStarted, StepCommitted, remove_cut_line
-from digen.files import unwritable
+from digen.files import damaged, refuse_special, unwritable
+
+
+class _Row(msgspec.Struct):
+    """What must be in a line."""
+
+    step: int
 
 
 class MetricsLog:
@@ -18,14 +23,17 @@ class MetricsLog:
     resumed run leaves a file of whole lines. Use as a context manager or call :meth:`close`.
 
     Raises:
+        ConfigError: the file holds a line that is no such object.
         OutputError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        refuse_special(path)
         try:
             if path.is_file():
                 remove_cut_line(path)
+                self._lengths()
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise unwritable(path, error) from error
@@ -45,8 +53,21 @@ class MetricsLog:
                 raise unwritable(self._path, error) from error
 
     def _keep_before(self, step: int) -> None:
-        kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] < step]
-        self._file.truncate(sum(map(len, kept)))
+        try:
+            self._file.truncate(sum(length for at, length in self._lengths() if at < step))
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+
+    def _lengths(self) -> list[tuple[int, int]]:
+        """Step and bytes of every line."""
+        decode, found = msgspec.json.Decoder(_Row).decode, []
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    found.append((decode(line).step, len(line)))
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise damaged(self._path, number, error) from None
+        return found
 
     def close(self) -> None:
         """Close the file."""

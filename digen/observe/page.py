@@ -9,7 +9,15 @@ from typing import Any
 
 from digen.observe import svg
 from digen.observe.ledger import Span
-from digen.observe.report import describe_prediction, describe_schedule, evaluations_shown, losses_shown
+from digen.observe.report import (
+    OUTCOMES,
+    any_loss,
+    describe_prediction,
+    describe_schedule,
+    evaluations_shown,
+    losses_shown,
+    lost_time_shown,
+)
 from digen.observe.text import (
     escape_html,
     escape_html_lines,
@@ -17,10 +25,14 @@ from digen.observe.text import (
     format_duration,
     format_metrics,
     format_share,
+    plural,
 )
 
 MAX_IMAGE_BYTES = 8 * 1024 * 1024
 """Most bytes of sample grids that a page embeds."""
+
+MAX_LOSSES = 100
+"""Most rows of a table of losses, the last ones; ``report.json`` has all."""
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What the page may do: nothing but show itself."""
@@ -69,6 +81,7 @@ def render(report: dict[str, Any], config_text: str = "", images: Sequence[Path]
         _section("Reward", _reward(report)),
         _section("Where the time went", _bubbles(report)),
         _section("Timeline of the last steps", _timeline(report)),
+        _section("Losses", _losses(report)),
         _section("Trainer-assisted generation", _assists(report["tag"])),
         _section("Staleness", _staleness(report)),
         _section("Samples", _samples(images)),
@@ -105,12 +118,14 @@ def _cards(report: dict[str, Any]) -> str:
     cards = [("steps", f"{report['num_steps']} / {report['run']['num_steps']}", format_duration(report["wall_s"]))]
     if report["steps_per_minute"]:
         step_s = format_duration(report["median_step_s"])
-        cards.append(("steps a minute", f"{report['steps_per_minute']:.1f}", f"{step_s} a step, median"))
+        cards.append(("steps a minute", f"{report['steps_per_minute']:.1f}", f"{step_s} a step, {report['median_of']}"))
     if reward := report["reward"]:
         cards.append(("reward", f"{reward['first']:.3f} → {reward['last']:.3f}", f"best {reward['best']:.3f}"))
     for item in evaluations_shown(report):
         metric, value = next(iter(item["metrics"].items()), ("", float("nan")))
-        cards.append((f"evaluation of v{item['version']}", f"{value:.3f}", f"{metric}, {item['num_samples']} samples"))
+        cards.append(
+            (f"evaluation of v{item['version']}", f"{value:.3f}", f"{metric}, {plural(item['num_samples'], 'sample')}")
+        )
     for role, bubbles in report["bubbles"].items():
         cause = next(iter(bubbles["causes"]), "")
         who = "trainer" if role == "trainer" else f"{role}s"
@@ -161,16 +176,18 @@ def _reward(report: dict[str, Any]) -> str:
 def _bubbles(report: dict[str, Any]) -> str:
     rows, causes = [], dict[str, None]()
     for worker in report["workers"]:
-        wall = worker["wall_s"] or 1.0
+        idle_s = worker["bubble_s"] | ({"lost": worker["lost_s"]} if worker["lost_s"] else {})
+        wall = worker["wall_s"] + worker["lost_s"] or 1.0
         shares = [("busy", worker["busy_s"] / wall)]
-        shares += [(cause, seconds / wall) for cause, seconds in worker["bubble_s"].items()]
-        causes |= dict.fromkeys(worker["bubble_s"])
+        shares += [(cause, seconds / wall) for cause, seconds in idle_s.items()]
+        causes |= dict.fromkeys(idle_s)
         rows.append((worker["worker"], shares))
     if not rows:
         return ""
     return _figure(
         svg.stacked_bars("Share of each worker's time, busy and idle by cause", rows) + _legend(["busy", *causes]),
-        "Share of each worker's time. Everything that is not busy is a bubble, by cause.",
+        "Share of each worker's time. Everything that is not busy is a bubble, by cause, or the time that the worker "
+        "was lost.",
     )
 
 
@@ -184,13 +201,56 @@ def _timeline(report: dict[str, Any]) -> str:
     chart = svg.gantt("What each worker did", workers, spans, [tuple(item) for item in timeline["commits"]], window)
     kinds = {span.kind for span in spans}
     extra = ["stale"] * any(span.stale for span in spans)
-    extra += ["failed"] * any(span.outcome == "failed" for span in spans) + ["lost"] * any(
-        span.outcome == "lost" for span in spans
-    )
+    outcomes = {span.outcome for span in spans}
+    extra += [outcome for outcome in ("failed", "cancelled", "unfinished") if outcome in outcomes]
+    extra += ["lost"] * ("lost" in kinds)
     return _figure(
         chart + _legend([*(kind for kind in _KINDS if kind in kinds), *extra]),
         "Numbers are micro-batches; vertical lines are optimizer steps. Point at a bar for its task.",
     )
+
+
+def _losses(report: dict[str, Any]) -> str:
+    losses, counts = report["losses"], report["counts"]
+    if not any_loss(counts):
+        return ""
+    parts = [f"<p>{losses_shown(counts)}{f': {lost_time_shown(losses)}' if losses['workers'] else ''}.</p>"]
+    if losses["workers"]:
+        head = ["second", "worker", "role", "reason", "task it had", "it was", "seconds until back", "error"]
+        parts.append(_losses_table(head, [_lost_worker(item) for item in losses["workers"]]))
+    if losses["quarantined"]:
+        parts.append("<h3>Micro-batches in quarantine</h3>")
+        head = ["second", "step", "micro-batch", "prompts", "attempts", "error"]
+        parts.append(_losses_table(head, [_given_up(item) for item in losses["quarantined"]]))
+    if losses["rollbacks"]:
+        parts.append("<h3>Rollbacks</h3>")
+        head = ["second", "from", "back to", "steps trained again", "rollouts thrown away"]
+        parts.append(_losses_table(head, [_went_back(item) for item in losses["rollbacks"]]))
+    return "\n".join(parts)
+
+
+def _losses_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    omitted = f'<p class="note">{len(rows) - MAX_LOSSES} earlier ones are in report.json.</p>'
+    return f'<div class="left losses">{_table(head, rows[-MAX_LOSSES:])}</div>' + omitted * (len(rows) > MAX_LOSSES)
+
+
+def _lost_worker(item: dict[str, Any]) -> list[str]:
+    back = "not before the run ended" if item["comes_back"] else "out for good"
+    if item["back_s"] is not None:
+        back = f"{item['back_s']:.2f}"
+    who = [f"{item['time']:.1f}", item["worker"], item["role"], item["reason"]]
+    return [*who, item["task"] or "–", item["task_fate"] or "–", back, item["error"]]
+
+
+def _given_up(item: dict[str, Any]) -> list[str]:
+    prompts = " · ".join(item["prompts"])
+    attempts = str(item["attempts"]) if item["attempts"] else "left out"
+    return [f"{item['time']:.1f}", str(item["step"]), str(item["index"]), prompts, attempts, item["error"]]
+
+
+def _went_back(item: dict[str, Any]) -> list[str]:
+    before, after = item["from_version"], item["version"]
+    return [f"{item['time']:.1f}", f"v{before}", f"v{after}", str(before - after), str(item["num_discarded"])]
 
 
 def _assists(tag: dict[str, Any] | None) -> str:
@@ -225,7 +285,8 @@ def _staleness(report: dict[str, Any]) -> str:
         return ""
     total, stale = sum(counts.values()), report["staleness"]["num_stale"]
     if not stale:
-        return f"<p>All {total} micro-batches were fresh: generated by the weights that they updated.</p>"
+        what = "The only micro-batch was" if total == 1 else f"All {total} micro-batches were"
+        return f"<p>{what} fresh: generated by the weights that they updated.</p>"
     return _figure(
         svg.histogram("Micro-batches by staleness", "staleness: step − version", counts),
         f"{stale} of {total} updated micro-batches ({format_share(stale / total)}) were generated by earlier weights.",
@@ -261,6 +322,7 @@ def _workers(report: dict[str, Any]) -> str:
             worker["role"],
             f"v{worker['version']}",
             format_duration(worker["wall_s"]),
+            format_duration(worker["lost_s"]) if worker["lost_s"] else "–",
             format_share(worker["bubble_share"]),
             ", ".join(
                 f"{worker['num_tasks'].get(kind, 0)} {kind} ({format_duration(worker['seconds'][kind])})"
@@ -270,14 +332,14 @@ def _workers(report: dict[str, Any]) -> str:
         ]
         for worker in report["workers"]
     ]
-    table = _table(["worker", "role", "weights", "time", "idle", "tasks done"], rows)
+    table = _table(["worker", "role", "weights", "time", "lost for", "idle", "tasks done"], rows)
     return f'<div class="left">{table}</div>' if rows else ""
 
 
 def _counts(report: dict[str, Any]) -> str:
     counts, kept, sync = report["counts"], report["conservation"], report["weight_sync"]
     verdict = "adds up" if kept["holds"] else "does not add up: a bug in digen"
-    ended = f"{counts['num_tasks_done']} done + {counts['num_tasks_failed']} failed + {counts['num_tasks_lost']} lost"
+    ended = " + ".join(f"{counts[f'num_tasks_{outcome}']} {outcome}" for outcome in OUTCOMES)
     stages = f"{kept['num_generated']} generated, {kept['num_scored']} scored, {kept['num_updated']} updated"
     decided = f"{counts['num_tag_inserted']} decided, {counts['num_tag_skipped']} bubbles skipped"
     spread = (
@@ -291,7 +353,7 @@ def _counts(report: dict[str, Any]) -> str:
         ("groups", f"{counts['num_groups']}, {spread}"),
         ("weight sync", f"{synced}, {format_duration(sync['seconds'])} worker time, {format_bytes(sync['bytes'])}"),
     ]
-    if counts["num_workers_lost"]:
+    if any_loss(counts):
         facts.append(("losses", losses_shown(counts)))
     if report["balanced_generators"]:
         facts.append(("balance", f"{report['balanced_generators']:.1f} such generators keep one such trainer busy"))
@@ -313,11 +375,12 @@ def _steps(report: dict[str, Any]) -> str:
         for step in steps
     ]
     evaluations = "".join(
-        f"<p>Evaluation of v{item['version']}, {item['num_samples']} samples: "
+        f"<p>Evaluation of v{item['version']}, {plural(item['num_samples'], 'sample')}: "
         f"{escape_html(format_metrics(item['metrics']))}</p>"
         for item in report["evaluations"]["all"]
     )
-    table = f"<details><summary>All {len(rows)} steps</summary>{_table(head, rows)}</details>" if rows else ""
+    all_steps = "All " * (len(rows) > 1) + plural(len(rows), "step")
+    table = f"<details><summary>{all_steps}</summary>{_table(head, rows)}</details>" if rows else ""
     return evaluations + table
 
 

@@ -27,8 +27,8 @@ from digen.events import (
 )
 from digen.observe.fold import ROLES, Fold
 from digen.observe.ledger import WorkerLedger, task_label
-from digen.observe.steps import StepSummary, median_step_s
-from digen.observe.text import escape_text, format_duration, format_metrics, format_share
+from digen.observe.steps import StepSummary, step_time
+from digen.observe.text import escape_text, format_duration, format_metrics, format_share, plural
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -104,7 +104,7 @@ class Progress:
             case RunStarted():
                 return _start_line(event)
             case Evaluated():
-                return f"eval  v{event.version}  {event.num_samples} samples  {format_metrics(event.metrics)}"
+                return f"eval  v{event.version}  {plural(event.num_samples, 'sample')}  {format_metrics(event.metrics)}"
             case CheckpointSaved():
                 return f"saved v{event.version}  {escape_text(event.path)}"
             case RunFinished():
@@ -118,7 +118,8 @@ class Progress:
                 return f"back   to v{event.version} from v{event.from_version}: no later checkpoint of the trainer"
             case Quarantined():
                 where = f"step {event.step} micro-batch {event.index}"
-                return f"quarantined  {where} after {event.attempts} failures: {escape_text(event.error)}"
+                after = f" after {plural(event.attempts, 'failure')}" if event.attempts else ""
+                return f"quarantined  {where}{after}: {escape_text(event.error)}"
         return ""
 
     @property
@@ -155,14 +156,15 @@ def _start_line(event: RunStarted) -> str:
     begin = f"resume at step {event.start_step}, " if event.start_step else ""
     stale = f" (at most {event.stale_limit} stale)" if event.window > 1 else ""
     how = f"TAG {escape_text(event.tag)}, window {event.window}{stale}, sync {escape_text(event.sync)}"
-    return f"start {begin}{event.num_steps} steps of {event.num_micro_batches} micro-batches, {how}"
+    steps, micro_batches = plural(event.num_steps, "step"), plural(event.num_micro_batches, "micro-batch")
+    return f"start {begin}{steps} of {micro_batches}, {how}"
 
 
 def _end_line(fold: Fold, event: RunFinished) -> str:
-    step_s = median_step_s(list(fold.steps.values()))
-    speed = f", {60 / step_s:.1f} steps/min (median)" if step_s else ""
+    typical = step_time(list(fold.steps.values()))
+    speed = f", {60 / typical.median_s:.1f} steps/min ({typical.describe()})" if typical and typical.median_s else ""
     error = f": {escape_text(event.error)}" if event.error else ""
-    return f"{event.outcome} after {_num_done(fold)} steps in {format_duration(fold.now)}{speed}{error}"
+    return f"{event.outcome} after {plural(_num_done(fold), 'step')} in {format_duration(fold.now)}{speed}{error}"
 
 
 def _num_done(fold: Fold) -> int:
@@ -189,8 +191,8 @@ def _bar(fold: Fold, now: float) -> RenderableType:
     from rich.text import Text
 
     done, total = _num_done(fold), fold.run.num_steps if fold.run is not None else 0
-    step_s = median_step_s(list(fold.steps.values()))
-    left = f", {format_duration(step_s * (total - done))} left" if step_s and done < total else ""
+    typical = step_time(list(fold.steps.values()))
+    left = f", {format_duration(typical.median_s * (total - done))} left" if typical and done < total else ""
     grid = Table.grid(padding=(0, 1))
     name = str(fold.run.info.get("name", "run")) if fold.run is not None else "run"
     grid.add_row(
@@ -244,10 +246,12 @@ def _workers(fold: Fold, now: float) -> RenderableType:
 
 
 def _doing(ledger: WorkerLedger, now: float) -> tuple[str, str]:
+    if ledger.lost_since is not None:
+        return f"lost  {format_duration(now - ledger.lost_since)}", "red"
     if not ledger.present:
         return "left", "red"
     if not ledger.running:
-        return f"idle: {ledger.cause}", "dim"
+        return f"idle: {ledger.idle_cause}", "dim"
     event, start = next(iter(ledger.running.values()))
     stale = " stale" if event.stale else ""
     return (

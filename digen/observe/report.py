@@ -10,7 +10,7 @@ import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -18,9 +18,12 @@ from digen.events import AnyEvent, Evaluated, read_events
 from digen.observe.advice import LINEAR_NOTE, advise, balance
 from digen.observe.assists import summarize_assists
 from digen.observe.fold import ROLES, Fold
-from digen.observe.ledger import Span, WorkerLedger
-from digen.observe.steps import StepSummary, median_step_s
-from digen.observe.text import escape_text, format_bytes, format_duration, format_metrics, format_share
+from digen.observe.ledger import WORKER_LOST, Outcome, Span, WorkerLedger
+from digen.observe.steps import StepSummary, step_time
+from digen.observe.text import escape_text, format_bytes, format_duration, format_metrics, format_share, plural
+
+OUTCOMES: tuple[str, ...] = get_args(Outcome)
+"""How tasks end."""
 
 TIMELINE_STEPS = 3
 """Steps that the timeline shows, the last ones."""
@@ -38,7 +41,7 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
     spans: deque[Span] = deque(maxlen=TIMELINE_SPANS)
     fold = Fold.of(events, spans.append)
     steps = list(fold.steps.values())
-    step_s = median_step_s(steps)
+    typical = step_time(steps)
     colocated = bool(fold.workers) and not fold.of_role("generator")
     return {
         "schema": 1,
@@ -50,8 +53,9 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
         "wall_s": fold.now,
         "reward": _reward(steps),
         "evaluations": _evaluations(fold.evaluations),
-        "median_step_s": step_s,
-        "steps_per_minute": 60 / step_s if step_s else None,
+        "median_step_s": typical.median_s if typical else None,
+        "median_of": typical.describe() if typical else "",
+        "steps_per_minute": 60 / typical.median_s if typical and typical.median_s else None,
         "overlap_ratio": fold.overlap_ratio,
         "bubbles": {role: bubble_shares(fold.of_role(role), fold.now) for role in ROLES if fold.of_role(role)},
         "workers": [_worker(ledger, fold.now) for role in ROLES for ledger in fold.of_role(role)],
@@ -61,6 +65,7 @@ def build_report(events: Iterable[AnyEvent]) -> dict[str, Any]:
             "num_stale": sum(count for value, count in fold.staleness.items() if value > 0),
         },
         "counts": _counts(fold),
+        "losses": {"lost_s": fold.lost_s, "idle_s": fold.idle_s(WORKER_LOST), **fold.losses.as_json()},
         "tag": summarize_assists(fold),
         "conservation": _conservation(fold),
         "weight_sync": {
@@ -100,7 +105,9 @@ def write_report(folder: Path) -> dict[str, Any]:
 
 
 def text_summary(report: dict[str, Any]) -> str:
-    """The report in a dozen aligned lines, safe to print to a terminal."""
+    """The report in a dozen aligned lines, safe to print to a terminal; one where nothing was recorded."""
+    if not report:
+        return "nothing was recorded"
     head = f"{escape_text(report['run']['name'])}: {report['outcome']}, "
     head += f"{report['num_steps']} of {report['run']['num_steps']} steps in {format_duration(report['wall_s'])}"
     if report["num_segments"] > 1:
@@ -120,7 +127,7 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "error", escape_text(report["error"])
     if report["steps_per_minute"]:
         step_s = format_duration(report["median_step_s"])
-        yield "speed", f"{report['steps_per_minute']:.1f} steps/min, {step_s} a step (median)"
+        yield "speed", f"{report['steps_per_minute']:.1f} steps/min, {step_s} a step ({report['median_of']})"
     if reward := report["reward"]:
         yield "reward", f"{reward['first']:.3f} → {reward['last']:.3f} (best {reward['best']:.3f})"
     for item in evaluations_shown(report):
@@ -133,24 +140,36 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         bars = ", ".join(f"{count} at {value}" for value, count in histogram.items())
         yield "staleness", f"micro-batches: {bars}"
     counts, sync = report["counts"], report["weight_sync"]
-    ended_badly = f"{counts['num_tasks_failed']} failed, {counts['num_tasks_lost']} lost"
-    yield "tasks", f"{counts['num_assists']} assists, switch {format_duration(counts['switch_s'])}, {ended_badly}"
-    if counts["num_workers_lost"]:
+    ended_badly = ", ".join(f"{counts[f'num_tasks_{outcome}']} {outcome}" for outcome in _ended_badly(counts))
+    assists = plural(counts["num_assists"], "assist")
+    yield "tasks", f"{assists}, switch {format_duration(counts['switch_s'])}, {ended_badly}"
+    if any_loss(counts):
         yield "losses", losses_shown(counts)
+    if counts["num_workers_lost"]:
+        yield "lost time", lost_time_shown(report["losses"])
     yield from _tag_rows(report["tag"])
     size = f", {format_bytes(sync['bytes'])}" if sync["bytes"] else ""
-    yield "weight sync", f"{sync['num_loads']} loads, {format_duration(sync['seconds'])}{size}"
+    yield "weight sync", f"{plural(sync['num_loads'], 'load')}, {format_duration(sync['seconds'])}{size}"
     if report["checkpoint"]:
-        yield "checkpoint", f"v{report['checkpoint']['version']} {escape_text(report['checkpoint']['path'])}"
+        path = escape_text(report["checkpoint"]["path"])
+        yield "checkpoint", f"v{report['checkpoint']['version']} {path}{_how_to_continue(report['outcome'])}"
     yield "next", report["advice"]
     for note in report["notes"]:
         yield "note", note
 
 
+def _how_to_continue(outcome: str) -> str:
+    """What to add to the last checkpoint. Of a run that failed, the advice says it."""
+    if outcome not in {"unfinished", "drained", "stopped"}:
+        return ""
+    return f"; {'unless it still runs, ' * (outcome == 'unfinished')}continue from it with --resume latest"
+
+
 def _tag_rows(tag: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     if tag is None:
         return
-    text = f"{escape_text(tag['policy'])}: assisted in {tag['num_inserted']} bubbles, skipped {tag['num_skipped']}"
+    assisted = plural(tag["num_inserted"], "bubble")
+    text = f"{escape_text(tag['policy'])}: assisted in {assisted}, skipped {tag['num_skipped']}"
     if tag["search_ms_per_decision"] is not None:
         text += f", {tag['search_ms_per_decision']:.2f} ms a decision"
     yield "TAG", text
@@ -162,7 +181,7 @@ def describe_prediction(prediction: dict[str, float]) -> str:
     """How far predicted step times were from the actual ones."""
     return (
         f"of step time: off by {100 * prediction['mean']:.1f} % on average, at most {100 * prediction['max']:.1f} %, "
-        f"over {prediction['num_steps']:.0f} steps"
+        f"over {plural(int(prediction['num_steps']), 'step')}"
     )
 
 
@@ -171,7 +190,7 @@ def describe_schedule(run: dict[str, Any]) -> str:
     mode = f"{escape_text(run['mode'])}: " if run["mode"] else ""
     stale = f" (at most {run['stale_limit']} stale)" if run["window"] > 1 else ""
     barrier = ", stage barrier" if run["barrier"] else ""
-    sync = f"sync {escape_text(run['sync'])}{barrier}, {run['num_micro_batches']} micro-batches a step"
+    sync = f"sync {escape_text(run['sync'])}{barrier}, {plural(run['num_micro_batches'], 'micro-batch')} a step"
     return f"{mode}TAG {escape_text(run['tag'])}, window {run['window']}{stale}, {sync}"
 
 
@@ -224,6 +243,7 @@ def _worker(ledger: WorkerLedger, now: float) -> dict[str, Any]:
         "role": ledger.role,
         "version": ledger.version,
         "wall_s": ledger.wall_s,
+        "lost_s": ledger.lost_s,
         "busy_s": ledger.busy_s,
         "bubble_s": dict(sorted(ledger.bubble_s.items())),
         "bubble_share": ledger.idle_share(now),
@@ -234,28 +254,52 @@ def _worker(ledger: WorkerLedger, now: float) -> dict[str, Any]:
 
 def _counts(fold: Fold) -> dict[str, Any]:
     counts = {f"num_{name}": fold.counts[f"num_{name}"] for name in (
-        "tasks_started", "tasks_done", "tasks_failed", "tasks_lost", "stale_starts", "groups", "groups_spanning",
+        "tasks_started", *(f"tasks_{outcome}" for outcome in OUTCOMES), "stale_starts", "groups", "groups_spanning",
         "groups_mixed", "tag_inserted", "tag_skipped", "commits", "workers_lost", "restarts", "retries", "quarantined",
         "rollbacks", "rollouts_lost",
     )}  # fmt: skip
     return counts | {"num_assists": fold.tasks("assist"), "switch_s": fold.seconds("switch")}
 
 
+def _ended_badly(counts: dict[str, Any]) -> list[str]:
+    """Outcomes to name: how many tasks failed is always said."""
+    return [each for each in OUTCOMES[1:] if counts[f"num_tasks_{each}"] or each == "failed"]
+
+
+def any_loss(counts: dict[str, Any]) -> bool:
+    """Whether anything was lost or given up."""
+    return any(
+        counts[f"num_{name}"] for name in ("workers_lost", "retries", "rollouts_lost", "quarantined", "rollbacks")
+    )
+
+
 def losses_shown(counts: dict[str, Any]) -> str:
     """What was lost and what became of it, in words."""
-    parts = [f"{counts['num_workers_lost']} workers lost", f"{counts['num_restarts']} restarted"]
-    parts += [f"{counts['num_retries']} tasks repeated"]
-    for name, shown in (("rollouts_lost", "rollouts lost"), ("quarantined", "quarantined"), ("rollbacks", "rollbacks")):
-        if counts[f"num_{name}"]:
-            parts.append(f"{counts[f'num_{name}']} {shown}")
+    parts = []
+    if counts["num_workers_lost"]:
+        parts += [f"{plural(counts['num_workers_lost'], 'worker')} lost", f"{counts['num_restarts']} restarted"]
+    if counts["num_retries"]:
+        parts.append(f"{plural(counts['num_retries'], 'task')} repeated")
+    if counts["num_rollouts_lost"]:
+        parts.append(f"{plural(counts['num_rollouts_lost'], 'rollout')} lost")
+    if counts["num_quarantined"]:
+        parts.append(f"{counts['num_quarantined']} quarantined")
+    if counts["num_rollbacks"]:
+        parts.append(plural(counts["num_rollbacks"], "rollback"))
     return ", ".join(parts)
+
+
+def lost_time_shown(losses: dict[str, Any]) -> str:
+    """How long workers were lost, in words."""
+    lost, idle = format_duration(losses["lost_s"]), format_duration(losses["idle_s"])
+    return f"workers were lost for {lost} in all; others idled {idle} meanwhile"
 
 
 def _conservation(fold: Fold) -> dict[str, Any]:
     """Nothing vanishes: what was started has ended somehow, and what was settled had been generated."""
     counts = fold.counts
     settled = counts["num_updated"] + counts["num_empty"]
-    ended = counts["num_tasks_done"] + counts["num_tasks_failed"] + counts["num_tasks_lost"]
+    ended = sum(counts[f"num_tasks_{outcome}"] for outcome in OUTCOMES)
     generated = fold.tasks("generate", "assist")
     return {
         "num_generated": generated,

@@ -74,6 +74,12 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def plural(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``, ``2 micro-batches``."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending}"
+
+
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """``accuracy 0.871, reward/mean 0.822``."""
     return ", ".join(f"{escape_text(name)} {value:.3f}" for name, value in metrics.items())

@@ -1,8 +1,9 @@
 """The event stream as a Chrome trace, to be opened in Perfetto (https://ui.perfetto.dev).
 
-One track a worker (generators, scorers, trainer), slices for tasks and, in a category of their own, for bubbles;
-arrows from a micro-batch's generation over its score to its update; instants for TAG decisions; counters for the two
-queues. Made from the events alone, so it costs a run nothing and works after a crash.
+One track a worker (generators, scorers, trainer), slices for tasks and, in categories of their own, for bubbles and
+for the time that a worker was lost; arrows from a micro-batch's generation over its score to its update; instants for
+TAG decisions; counters for the two queues. Made from the events alone, so it costs a run nothing and works after a
+crash.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _COLOURS = {
     "score": "rail_response",
     "update": "rail_load",
     "bubble": "grey",
+    "lost": "terrible",
 }
 """Reserved colour names of the trace format, where it has a fitting one."""
 
@@ -111,7 +113,7 @@ def _track(event: WorkerJoined, tid: int) -> Iterator[dict[str, Any]]:
 
 
 def _slice(span: Span, tid: int) -> dict[str, Any]:
-    bubble = span.kind == "bubble"
+    task = span.kind not in {"bubble", "lost"}
     start = _us(span.start)
     item: dict[str, Any] = {
         "ph": "X",
@@ -119,17 +121,17 @@ def _slice(span: Span, tid: int) -> dict[str, Any]:
         "tid": tid,
         "ts": start,
         "dur": _us(span.end) - start,
-        "cat": "bubble" if bubble else "task",
+        "cat": "task" if task else span.kind,
         "name": span.label,
-        "args": {}
-        if bubble
-        else {
+        "args": {
             "step": span.step,
             "micro_batch": span.index,
             "version": span.version,
             "stale": span.stale,
             "outcome": span.outcome,
-        },
+        }
+        if task
+        else {},
     }
     if colour := _COLOURS.get(span.kind):
         item["cname"] = colour

@@ -390,7 +390,7 @@ class InvariantChecker:
         self._num_unscored = self._next_index = 0
         self.steps_committed = [step for step in self.steps_committed if step < event.version]
 
-    # ---- helpers -----------------------------------------------------------------------------------------------
+    # ---- what the rules are made of --------------------------------------------------------------------------------
 
     @property
     def _the_run(self) -> RunStarted:

@@ -94,7 +94,7 @@ def situation(state: State, step: Step, profile: Profile, now: float) -> tuple[I
     size, num_pending = len(step.micro_batches), len(step.pending)
     later = [other for other in state.steps.values() if other.number > step.number]
     again = (num_pending and step.pending[0] + num_pending != size) or any(
-        len(other.pending) < len(other.micro_batches) for other in later
+        other.num_generating or other.rollouts for other in later
     )
     given_up = num_pending + step.num_generating + len(step.rollouts) != size
     if (

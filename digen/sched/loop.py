@@ -34,6 +34,7 @@ import msgspec
 from digen.errors import (
     ConfigError,
     DigenError,
+    PayloadLost,
     ProtocolError,
     RankFailed,
     StalenessViolation,
@@ -261,7 +262,8 @@ class Scheduler:
         self._entered()
         state = self._state
         state.evaluation_due = None
-        begun = state.step in state.steps and len(state.current.pending) < self._plan.num_micro_batches
+        step = state.steps.get(state.step)
+        begun = step is not None and bool(step.num_generating or step.rollouts)
         state.last_step = min(state.last_step, state.step + begun)
         if state.step == state.last_step:
             self._results.save_if_due(last=True)
@@ -330,7 +332,8 @@ class Scheduler:
     async def _run(self) -> None:
         state = self._state
         try:
-            self._recovery.recall(self._quarantined)
+            self._recovery.heed(self._quarantined)
+            self._recovery.leave_out_quarantined()
             while not state.finished and not self._stopped:  # 4
                 if (task := select_sync(state)) is not None:  # 27-29
                     while task is not None:
@@ -381,9 +384,9 @@ class Scheduler:
         lane.give(task, self._budget.deadline_s(self._profile, task) if lane.killable else None)
 
     def _apply(self, completions: Iterable[tuple[Task, Any, Exception | None]]) -> None:
+        self._taken = iter(completions)  # first: whatever fails now, none of them is forgotten
         self._readmit()
         self._look_at_writing()
-        self._taken = iter(completions)
         for task, result, error in self._taken:
             now = self._now()  # each time: what follows a completion emits events with later times
             if task.worker.task is not task:
@@ -417,6 +420,8 @@ class Scheduler:
                     )
                 )
                 self._results.follow(task, result)
+                if task.kind == "commit":
+                    self._recovery.leave_out_quarantined()
             else:
                 self._emit(_task_failed(task, now, str(error)))
                 self._results.follow_drop(task, error)
@@ -455,7 +460,8 @@ class Scheduler:
             self._recovery.undo(task, error)
         except Exception as problem:
             raise self._failure(task, problem) from error
-        self._recovery.take_stock()
+        if lost is not None or isinstance(error, PayloadLost):
+            self._recovery.take_stock()
         if lost is None and worker.leaving:
             self._roster.leave(worker)
 

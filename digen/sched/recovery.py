@@ -9,7 +9,7 @@ payloads with it: what they held is made again, though the worker that was to re
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from digen.sched.story import Story
 if TYPE_CHECKING:
     from digen.restarts import RestartsSection
     from digen.sched.profile import Profile
+    from digen.types import MicroBatch
 
 _METRICS: dict[Loss, str] = {
     "died": "worker/deaths",
@@ -81,7 +82,7 @@ class Budget:
         if len(recent) >= rules.budget or barren > rules.max_attempts:
             return None
         recent.append(now)
-        return min(rules.max_backoff_s, rules.backoff_s * 2 ** (len(recent) - 2)) if len(recent) > 1 else 0.0
+        return min(rules.max_backoff_s, rules.backoff_s * 2.0 ** min(len(recent) - 2, 64)) if len(recent) > 1 else 0.0
 
     def useful(self, worker: str) -> None:
         """``worker`` has finished a task."""
@@ -143,6 +144,10 @@ class Recovery:
         self._num_robbed: Counter[tuple[TaskKind, int, int]] = Counter()
         """How often in a row what a task was to read was lost, which is no fault of the task."""
         self._quarantined: list[tuple[Task, Exception]] = []
+        self._poison: set[str | None] = set()
+        """Prompts of what was given up."""
+        self._unheeded: defaultdict[int, list[Quarantined]] = defaultdict(list)
+        """By step, what an earlier run gave up of steps that are not generated for yet."""
 
     def finished(self, task: Task) -> None:
         """A task has ended well."""
@@ -163,6 +168,8 @@ class Recovery:
             Exception: ``error`` itself, if the run cannot go on.
         """
         reason = _reason(task, error)
+        if reason is None and restartable and not isinstance(error, DigenError):
+            reason = "raised"
         raised = isinstance(error, WorkerRaised) and task.kind in {"generate", "score", "encode"}
         retried = (raised and task.worker.role != "trainer") or _robbed(task, error)
         if self._rules.budget == 0 or not (reason or task.void or retried):
@@ -206,9 +213,9 @@ class Recovery:
             return
         failed = self._failures.setdefault(_key(task), [])
         failed.append(task.worker.name)
-        if len(failed) >= self._rules.max_attempts:
+        if len(failed) >= (1 if self._is_suspect(task) else self._rules.max_attempts):
             self._give_up(task, failed, error)
-        elif task.index >= 0 and self._state.ledger(task.step).assembler.moot(task.index):
+        elif task.kind != "update" and task.index >= 0 and self._state.ledger(task.step).assembler.moot(task.index):
             self._give_up(task, failed, error)  # nothing would be trained on it
         elif self._requeue(task):
             self._meter.count("faults/retries")
@@ -216,8 +223,16 @@ class Recovery:
         else:
             del self._failures[_key(task)]
 
+    def _is_suspect(self, task: Task) -> bool:
+        """Whether a micro-batch has the prompt of one that was given up: then it gets one attempt only."""
+        return (
+            task.kind != "update"
+            and task.index >= 0
+            and _prompt(self._state.ledger(task.step).micro_batches[task.index]) in self._poison
+        )
+
     def take_stock(self) -> None:
-        """A worker is lost, or back: rollouts may be lost that nobody has asked for since."""
+        """A worker or a payload is lost, or a worker is back: rollouts may be lost that nobody has asked for since."""
         self._forget(self._state.lost_rollouts())
 
     def _make_again(self, task: Task, error: Exception) -> None:
@@ -234,9 +249,9 @@ class Recovery:
             case _:
                 step = state.ledger(task.step)
                 state.undispatch(step, task)
-                first = step.encoded is task.argument[-1]
-                if first:
-                    step.encoder = step.encoded = None
+                first = step.encoded is None or step.encoded is task.argument[-1]
+                if step.encoded is not None and first:
+                    self._results.forget_encoded(step)
         self._num_robbed[_key(task)] += first
         if self._num_robbed[_key(task)] > _MAX_ROBBED:
             raise error
@@ -246,6 +261,7 @@ class Recovery:
             worker, version = self._results.forget(self._state.ledger(number), index)
             self._meter.count("faults/rollouts_lost")
             self._emit(RolloutLost(self._now(), number, index, worker, version))
+            self._leave_out_moot(number, "its groups are lost already")
 
     def _requeue(self, task: Task) -> bool:
         """Whether a task is done again; what a trainer did for a whole step is, if it still has to be."""
@@ -259,6 +275,7 @@ class Recovery:
                 state.ledger(task.step).encoder = None
             case "evaluate":
                 if state.evaluation_due is not None or task.version != state.trainer.version:
+                    self._meter.count("faults/evaluations_lost")
                     return False  # its weights are gone
                 (state.evaluation_due,) = task.argument
         return True
@@ -272,54 +289,75 @@ class Recovery:
         self._emit(
             Quarantined(self._now(), task.kind, task.step, task.index, len(failed), str(error), micro_batch, story)
         )
+        self._poison |= {_prompt(micro_batch)} - {None}
+        error.add_note(
+            f"step {task.step} micro-batch {task.index} ({_prompts(micro_batch)}) is given up after "
+            f"{len(failed)} attempt{'s' * (len(failed) > 1)} to {task.kind}; "
+            "with schedule.max_dropped_groups above 0 a run goes on without its groups"
+        )
         if task.kind == "update" or self._state.rules.max_dropped == 0:
             raise error
         self._results.drop(task, error)
         for worker in failed:
             self._budget.forgive(worker)
         self._results.follow_drop(task, error)
-        self._quarantined.append((task, error))
-        self._leave_out_groups_of(task)
+        self._quarantined.append((replace(task, argument=()), error))
+        self._failures.pop(_key(task), None)
+        self._leave_out_moot(task.step, f"its groups are lost with micro-batch {task.index}")
 
-    def _leave_out_groups_of(self, given_up: Task) -> None:
+    def _leave_out_moot(self, number: int, why: str) -> None:
         """What has not begun of groups that are lost is not begun: it might cost as many workers again."""
-        step = self._state.ledger(given_up.step)
+        step = self._state.ledger(number)
         for index in [index for index in step.pending if step.assembler.moot(index)]:
-            error = DigenError(f"its groups are lost with micro-batch {given_up.index}")
-            micro_batch = step.micro_batches[index]
-            self._leave_out(Quarantined(0.0, "generate", step.number, index, 0, str(error), micro_batch, ()), error)
+            self._leave_out(Quarantined(0.0, "generate", number, index, 0, why, step.micro_batches[index], ()), why)
 
-    def _leave_out(self, event: Quarantined, error: DigenError) -> None:
+    def _leave_out(self, event: Quarantined, why: str) -> None:
         version = self._state.ledger(event.step).lost_versions.get(event.index, event.step)  # of an attempt, or none
-        task = Task("generate", self._state.trainer, event.step, event.index, version, ())
+        task, error = Task("generate", self._state.trainer, event.step, event.index, version, ()), DigenError(why)
         self._emit(replace(event, time=self._now()))
         self._results.withhold(task, error)
-        self._quarantined += [(task, error)]
+        self._quarantined.append((task, error))
 
-    def recall(self, quarantined: Iterable[Quarantined]) -> None:
-        """Give up at once what an earlier run of the plan has given up. Where nothing may be dropped it is tried again.
+    def heed(self, quarantined: Iterable[Quarantined]) -> None:
+        """Leave out what an earlier run of the plan has given up, or try it again where nothing may be dropped.
 
         Raises:
             ConfigError: it is of another plan.
-            RewardError: more groups are lost by that than may be.
         """
         state = self._state
-        for event in {(event.step, event.index): event for event in quarantined}.values():
-            if state.rules.max_dropped == 0 or not state.start_step <= event.step < state.last_step:
+        for event in quarantined:
+            if state.rules.max_dropped == 0:
                 continue
-            if event.index not in state.ledger(event.step).pending:
-                continue  # its groups are lost already
-            if event.micro_batch not in state.ledger(event.step).micro_batches:
+            self._poison |= {_prompt(event.micro_batch)} - {None}
+            if not state.start_step <= event.step < state.plan.num_steps:
+                continue
+            if event.micro_batch not in state.plan.step(event.step)[event.index : event.index + 1]:
                 raise ConfigError(
                     f"step {event.step} micro-batch {event.index} is in quarantine, but of another plan; "
                     "delete quarantine.jsonl in the run's folder"
                 )
-            self._leave_out(event, DigenError(f"in quarantine: {event.error}"))
-            self._leave_out_groups_of(self._quarantined[-1][0])
+            self._unheeded[event.step].append(event)
+
+    def leave_out_quarantined(self) -> None:
+        """Do so for the steps that may be generated for now: at the beginning, and after every commit.
+
+        Raises:
+            RewardError: more groups of a step are lost by that than may be.
+        """
+        for number in range(self._state.step, self._state.horizon) if self._unheeded else ():
+            for event in self._unheeded.pop(number, ()):
+                if event.index in self._state.ledger(number).pending:  # else its groups are lost already
+                    self._leave_out(event, f"in quarantine since an earlier run: {event.error}")
+                    self._leave_out_moot(number, f"its groups are lost with micro-batch {event.index}")
 
     def trainer_lost(self) -> None:
-        """What the trainer was going to do it will not: an assist that was reserved goes back."""
+        """What the trainer was going to do it will not: an assist that was reserved goes back.
+
+        Nor will it complete a publication that it may have been writing still, since nobody has loaded it.
+        """
         state = self._state
+        if state.publication is not None and not self._results.is_complete(state.publication):
+            state.publication = None
         for kind, argument in state.trainer_program:
             if kind == "assist":
                 state.undispatch(state.ledger(argument.step), argument)
@@ -354,6 +392,19 @@ class Recovery:
                     self._results.withhold(task, error)
         self._results.copy_if_due()
         self._results.save_if_due(last=state.step >= state.last_step, owed=True)
+
+
+def _prompt(micro_batch: MicroBatch) -> str | None:
+    """The prompt of a micro-batch that has only one; of several nobody knows which is to blame."""
+    texts = {piece.prompt.text for piece in micro_batch.slices}
+    return texts.pop() if len(texts) == 1 else None
+
+
+def _prompts(micro_batch: MicroBatch) -> str:
+    """Its prompts in words, the first few."""
+    texts = list(dict.fromkeys(piece.prompt.text for piece in micro_batch.slices))
+    shown = ", ".join(repr(text[:60]) for text in texts[:3])
+    return f"prompt {shown}" if len(texts) == 1 else f"prompts {shown}" + ", ..." * (len(texts) > 3)
 
 
 def _key(task: Task) -> tuple[TaskKind, int, int]:

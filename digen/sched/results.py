@@ -95,6 +95,7 @@ class Results:
         self._evaluate = evaluate
         self._saved_version = self._on_disk = state.step
         self._owed_version: int | None = None
+        self._evaluated_version = state.step
         self._sync = WeightSync(lambda payload: release(state.trainer, payload))
         self._arrival: Arrival
         self._groups: dict[int, dict[str, CompletedGroup]] = {}
@@ -167,9 +168,9 @@ class Results:
         self.state.generated(step, task.index, rollout, task.worker)
         if limit is not None and step.num_bytes > limit:
             raise ConfigError(
-                f"{step.num_generated} of the {len(step.micro_batches)} micro-batches of step {step.number} take "
+                f"{len(step.rollouts)} of the {len(step.micro_batches)} micro-batches of step {step.number} take "
                 f"{step.num_bytes} bytes, more than schedule.max_rollout_bytes={limit}: a step's rollouts are all kept "
-                f"until its commit, about {step.num_bytes * len(step.micro_batches) // step.num_generated} bytes here; "
+                f"until its commit, about {step.num_bytes * len(step.micro_batches) // len(step.rollouts)} bytes here; "
                 "raise the limit, or take fewer or smaller samples a step"
             )
         return rollout.stats
@@ -218,6 +219,7 @@ class Results:
     def follow_drop(self, task: Task, error: Exception) -> None:
         """Say which groups are lost, and what that completes."""
         for uid in self._arrival.dropped:
+            self._groups.get(task.step, {}).pop(uid, None)  # it was complete before a rollout of it was lost
             self._emit(GroupDropped(self._now(), task.step, uid, task.index, str(error)))
         self._arrived(task)
 
@@ -232,7 +234,8 @@ class Results:
 
     def unsaved(self, version: int) -> None:
         """The checkpoint of ``version``, which was due, was not taken."""
-        self._saved_version, self._owed_version = NO_VERSION, version
+        self._saved_version = NO_VERSION
+        self._owed_version = version if self._owed_version is None else min(self._owed_version, version)
 
     def reopen(self) -> None:
         """The trainer's gradient is lost: the current step is updated on once more."""
@@ -254,6 +257,8 @@ class Results:
             self._on_disk = self._saved_version = version
         if self._owed_version is not None and self._owed_version > version:
             self._owed_version = None  # it will be due again
+        if self._evaluate is not None and self._evaluated_version < version and not self.state.draining:
+            self.state.evaluation_due = self._evaluate(version)  # it was lost with what ran
         return num_discarded
 
     def discard(self, task: Task, result: Any) -> None:
@@ -270,6 +275,16 @@ class Results:
             self._release(owner, payload)
         self._sync.let_go()
         self._snapshots.drop()
+
+    def is_complete(self, publication: Publication) -> bool:
+        """Whether all of it is known to be written."""
+        return publication is self._sync.loaded
+
+    def forget_encoded(self, step: Step) -> None:
+        """A step's encoded prompts are lost: they are encoded again."""
+        if step.encoder is not None and step.encoded is not None:
+            self._release(step.encoder, step.encoded.payload)
+        step.encoder = step.encoded = None
 
     def forget(self, step: Step, index: int) -> tuple[str, int]:
         """A rollout is lost: it is generated again. Returns who had made it, and of which version."""
@@ -380,6 +395,7 @@ class Results:
                 f"{describe(task)} was pinned to version {task.version} but its samples are of version {report.version}"
             )
         self.state.num_evaluating -= 1
+        self._evaluated_version = report.version
         return report.metrics
 
     def _after_evaluation(self, task: Task, report: EvaluationReport) -> None:
@@ -406,7 +422,7 @@ class Results:
 
     def saved(self, task: Task, path: str) -> None:
         """A checkpoint is complete."""
-        self._on_disk = task.version
+        self._on_disk, self._owed_version = task.version, None
         self._emit(CheckpointSaved(self._now(), task.version, path))
 
     def save_if_due(self, *, last: bool, owed: bool = False) -> None:
@@ -419,7 +435,7 @@ class Results:
         if self._checkpointer is None or version == self._saved_version:
             return
         if self._checkpointer.due(version, last=last) or (owed and self._owed_version is not None):
-            self._saved_version, self._owed_version = version, None
+            self._saved_version = version
             state.trainer_program.append(("checkpoint", (version,)))
 
     def _settled(self, step: Step, index: int, outcome: Any) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from digen.events import Role, Sink, WorkerJoined, WorkerLeft, WorkerLost, WorkerRestarted
-from digen.sched.lanes import Checkpointer, Inbox, Lane, Restart
+from digen.sched.lanes import Checkpointer, Inbox, Lane
 from digen.sched.meter import Meter
 from digen.sched.recovery import Lost
+from digen.sched.restart import Restart
 from digen.sched.snapshots import Snapshots
 from digen.sched.state import State, Worker
 from digen.types import Payload

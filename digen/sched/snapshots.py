@@ -31,6 +31,7 @@ class Snapshots:
         self._release = release
         self.newest: Snapshot | None = None
         """The one that is kept."""
+        self._num_deaths = 0
 
     def due(self, version: int) -> bool:
         """Whether the state of ``version`` shall be copied."""
@@ -42,6 +43,12 @@ class Snapshots:
         """Take in a snapshot in place of the one before."""
         self.drop()
         self.newest = snapshot
+        self._num_deaths = 0
+
+    def is_blamed(self) -> bool:
+        """A trainer died as it recalled the newest: whether one did so before."""
+        self._num_deaths += 1
+        return self._num_deaths > 1
 
     def drop(self) -> None:
         """Let go of what is kept."""

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from digen.events import Role, TaskKind
 from digen.groups import Arrival, GroupAssembler
-from digen.sched.admission import Memory, admits
+from digen.sched.admission import admits
+from digen.sched.memory import Memory
 from digen.sched.profile import Kind
 from digen.types import Encoded, EvaluationRequest, MicroBatch, Prompt, Publication, Rollout
 
@@ -488,7 +489,7 @@ class State:
 
     def _outlived(self, worker: Worker) -> None:
         """A worker's weights are of a future that was given up, or nobody knows what they are: no version at all."""
-        idle = worker.role == "generator" and worker.task is None
+        idle = worker.role == "generator" and worker.task is None and not worker.leaving
         if idle:
             self.withdraw(worker)
         worker.version = NO_VERSION

@@ -28,6 +28,8 @@ class WeightSync:
         self._checksums: dict[int, int] = {}  # of versions published without one: what their first load reported
         self.current: Publication | None = None
         """The newest publication."""
+        self.loaded: Publication | None = None
+        """The newest one that somebody has loaded, which is complete therefore."""
 
     def published(self, publication: Publication) -> None:
         """A newer publication replaces the current one."""
@@ -60,6 +62,7 @@ class WeightSync:
                 worker=worker,
                 task="load",
             )
+        self.loaded = publication
         self.load_failed(publication)
 
     def load_failed(self, publication: Publication) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import secrets
-import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,6 +220,8 @@ class GroupWorker(TargetHandle):
                 late.add_note(f"rank {rank}: {error}")
             return late
         rank, error = (told or answers.errors)[0]
+        if missing and isinstance(error, PayloadLost):  # which says that the worker is well
+            error = WorkerDied(worker=self.name, task=task, how=f"was killed with its ranks: {error}")
         error.args = (f"rank {rank} of {self.name!r}, {what}: {error}",)
         if isinstance(error, WorkerError) and not isinstance(error, PayloadLost):
             error.worker = self.name
@@ -279,7 +279,7 @@ def process_group(
 ) -> GroupWorker:
     """A worker whose ranks are child processes of this one, named ``<name>.<rank>``.
 
-    They meet in a directory of their own, which no other user can enter and which goes when the worker is closed;
+    They meet in a file without a name, which no other user can open and which goes with this process at the latest;
     gloo, where they use it, listens on the loopback interface only.
 
     Args:
@@ -300,31 +300,45 @@ def process_group(
         raise ConfigError(f"worker {name!r}: {num_ranks} ranks are no group; a worker of one is a ProcessWorker")
     if gpus and len(gpus) != num_ranks:
         raise ConfigError(f"worker {name!r}: {num_ranks} ranks need as many GPUs, one each, not {tuple(gpus)}")
-    # Named now, since the ranks' arguments hold it, and made anew whenever they start.
-    directory = Path(tempfile.gettempdir()) / f"digen-{secrets.token_hex(8)}"
-    meet = {"num_ranks": num_ranks, "rendezvous": f"file://{directory}/store", "timeout_s": rank_timeout_s}
+    # The ranks' arguments hold these; where to meet is added whenever they start.
+    specs: list[dict[str, Any]] = [
+        {"rank": rank, "num_ranks": num_ranks, "timeout_s": rank_timeout_s} for rank in range(num_ranks)
+    ]
     ranks = [
         ProcessWorker(
             f"{name}.{rank}",
             target,
-            kwargs={**(kwargs or {}), "ranks": {"rank": rank, **meet}},
+            kwargs={**(kwargs or {}), "ranks": specs[rank]},
             gpus=gpus[rank : rank + 1],
             env={"GLOO_SOCKET_IFNAME": LOOPBACK, **(env or {})},
             **options,
         )
         for rank in range(num_ranks)
     ]
-    return GroupWorker(name, ranks, rendezvous=partial(_private, directory), rank_timeout_s=rank_timeout_s)
+    return GroupWorker(name, ranks, rendezvous=partial(_meeting, specs), rank_timeout_s=rank_timeout_s)
 
 
 @asynccontextmanager
-async def _private(directory: Path) -> AsyncIterator[None]:
-    """A new directory of this user alone: what a store in it held for ranks that have ended would mislead new ones."""
-    os.mkdir(directory, mode=0o700)  # noqa: PTH102 - pathlib's is a blocking call in the eyes of the linter
-    try:
+async def _meeting(specs: Sequence[dict[str, Any]]) -> AsyncIterator[None]:
+    """A new place, which the ranks are told: what a store held for ranks that have ended would mislead new ones."""
+    with _place() as path:
+        for spec in specs:
+            spec["rendezvous"] = f"file://{path}"
         yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _place() -> Iterator[Path]:
+    """Of a file that other processes of this user can open by its path, and nobody else."""
+    if hasattr(os, "memfd_create"):  # it goes with this process, however that ends
+        descriptor = os.memfd_create("digen-meeting", os.MFD_CLOEXEC)
+        try:
+            yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory(prefix="digen-") as directory:
+            yield Path(directory) / "store"
 
 
 class _Answers:

@@ -29,8 +29,8 @@ ALIGNMENT = 64
 
 _MIN_SEGMENT = 1 << 16
 _MAX_WASTE = 2
-"""A free segment serves only payloads of at least half its size, so that small ones leave large ones free: weights
-those of snapshots, which hold them three times."""
+"""A free segment serves only payloads of at least half its size, so that small ones leave large ones free: published
+weights do not take the segment of a snapshot, which holds them and the optimizer's moments."""
 
 _CTYPES: dict[str, Any] = {
     "?": ctypes.c_bool,

@@ -665,7 +665,9 @@ def _which(leases: Sequence[ObjectLease], failure: BaseException) -> ObjectLease
 def _is_gone(object_ref: Any, lost_node: str) -> bool:
     """Whether an object was in the store of a lost node alone: it may be inlined, or have been read on another node."""
     ray = imported("ray")
-    found = imported("ray.experimental").get_object_locations([object_ref])[object_ref]
+    found = imported("ray.experimental").get_object_locations([object_ref]).get(object_ref)
+    if found is None:  # Ray does not know; whoever reads it will
+        return False
     nodes = set(found["node_ids"])
     elsewhere = nodes - {lost_node}
     if elsewhere == {ray.get_runtime_context().get_node_id()}:  # or is that Ray's word, kept here, that it is lost?

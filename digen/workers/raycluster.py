@@ -18,7 +18,8 @@ from importlib import import_module
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from digen.errors import ConfigError, MissingExtra, WorkerTimeout
+from digen.errors import ConfigError, WorkerTimeout
+from digen.extras import explain
 from digen.workers.actor import Node
 from digen.workers.handle import to_the_end
 from digen.workers.wire import printable
@@ -421,7 +422,8 @@ def imported(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise MissingExtra(error.name or "ray", "ray") from None
+        explain(error, "ray")
+        raise
 
 
 def when_done(ref: Any, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None]) -> None:

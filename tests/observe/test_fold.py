@@ -27,7 +27,7 @@ from digen.events import (
 )
 from digen.observe.fold import Fold
 from digen.observe.ledger import HANDOVER, Span
-from digen.observe.steps import DERIVED, StepSummary, median_step_s
+from digen.observe.steps import DERIVED, StepSummary, StepTime, step_time
 
 HandMade = Callable[..., list[AnyEvent]]
 FakeRuns = Callable[..., list[AnyEvent]]
@@ -114,7 +114,7 @@ def test_a_bubble_whose_cause_changes_is_two_bubbles(started: Callable[..., RunS
         ("wait_score", 2.0, 3.0, "done"),
         ("update s0 mb0 v0", 3.0, 4.0, "done"),
         (HANDOVER, 4.0, 4.25, "done"),
-        ("commit s0 v1", 4.25, 5.0, "lost"),
+        ("commit s0 v1", 4.25, 5.0, "unfinished"),
     ]
 
 
@@ -129,7 +129,7 @@ def test_every_workers_time_is_partitioned(fake_run: FakeRuns, window: int, leng
         assert ledger.wall_s == pytest.approx(fold.now, abs=1e-9)
         assert sum(ledger.kind_s.values()) == pytest.approx(ledger.busy_s, abs=1e-9)
         assert all(one.end == other.start for one, other in pairwise(own))
-    ended = sum(fold.counts[f"num_tasks_{outcome}"] for outcome in ("done", "failed", "lost"))
+    ended = sum(fold.counts[f"num_tasks_{outcome}"] for outcome in ("done", "failed", "unfinished"))
     assert fold.counts["num_tasks_started"] == ended == sum(span.kind != "bubble" for span in spans)
 
 
@@ -159,7 +159,7 @@ def test_segments_of_a_resumed_run_are_laid_end_to_end(fake_run: FakeRuns) -> No
         assert ledger.wall_s == pytest.approx(fold.now)
         assert ledger.busy_s + sum(ledger.bubble_s.values()) == pytest.approx(fold.now)
         assert all(one.end <= other.start for one, other in pairwise(own))
-    assert fold.counts["num_tasks_lost"] > 0
+    assert fold.counts["num_tasks_unfinished"] > 0
     assert fold.counts["num_commits"] == 7 + 7
 
 
@@ -212,9 +212,9 @@ def test_what_is_counted(started: Callable[..., RunStarted]) -> None:
     ):
         fold.apply(event)
     assert fold.counts == {
-        "num_tasks_started": 4, "num_tasks_done": 4, "num_tasks_lost": 0, "num_tag_inserted": 1, "num_tag_skipped": 1,
-        "num_groups": 2, "num_groups_spanning": 1, "num_groups_mixed": 1, "num_updated": 2, "num_empty": 1,
-        "num_commits": 1, "num_stale_starts": 1,
+        "num_tasks_started": 4, "num_tasks_done": 4, "num_tasks_unfinished": 0, "num_tag_inserted": 1,
+        "num_tag_skipped": 1, "num_groups": 2, "num_groups_spanning": 1, "num_groups_mixed": 1, "num_updated": 2,
+        "num_empty": 1, "num_commits": 1, "num_stale_starts": 1,
     }  # fmt: skip
     assert fold.tasks("assist") == 1
     assert fold.seconds("switch") == 0.25
@@ -309,8 +309,27 @@ def test_an_unknown_worker_is_a_bug(started: Callable[..., RunStarted]) -> None:
         fold.apply(TaskStarted(0.0, 1, "generate", "ghost", 0, 0, 0))
 
 
-def test_median_step_leaves_out_the_first_and_the_last() -> None:
+def test_the_median_step_leaves_out_the_first_and_the_last() -> None:
     steps = [StepSummary(i, i + 1, 0.0, seconds, {}) for i, seconds in enumerate([100.0, 2.0, 3.0, 4.0, 50.0])]
-    assert median_step_s(steps) == 3.0
-    assert median_step_s(steps[:2]) == 51.0
-    assert median_step_s([]) is None
+    assert step_time(steps) == StepTime(3.0, 3, 0)
+    assert step_time(steps[:2]) == StepTime(51.0, 2, 0)
+    assert step_time([]) is None
+    assert StepTime(3.0, 3, 0).describe() == "median of 3 steps"
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "expected"),
+    [
+        ({2}, StepTime(3.0, 2, 1)),  # 2 and 4 of the inner ones
+        ({1, 2, 3}, StepTime(75.0, 2, 3)),  # no inner one is left: the first and the last
+        ({0, 1, 2, 3, 4}, StepTime(4.0, 3, 0)),  # there is none without a loss
+    ],
+)
+def test_the_median_step_leaves_out_those_with_a_loss(disturbed: set[int], expected: StepTime) -> None:
+    seconds = [100.0, 2.0, 7.0, 4.0, 50.0]
+    steps = [StepSummary(i, i + 1, 0.0, s, {}, disturbed=i in disturbed) for i, s in enumerate(seconds)]
+    assert step_time(steps) == expected
+
+
+def test_a_median_says_what_it_leaves_out() -> None:
+    assert StepTime(3.0, 1, 2).describe() == "median of 1 step, 2 with a lost worker left out"

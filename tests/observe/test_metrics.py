@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-from digen.events import AnyEvent, RunStarted, StepCommitted
+import pytest
+
+from digen.errors import ConfigError, OutputError
+from digen.events import AnyEvent, RolledBack, RunStarted, StepCommitted
 from digen.observe.metrics import MetricsLog
 
 FakeRuns = Callable[..., list[AnyEvent]]
@@ -50,3 +54,28 @@ def test_a_run_that_goes_back_takes_its_later_steps_with_it(tmp_path: Path) -> N
         )  # fmt: skip
         log(StepCommitted(1.0, 4, 5, {}))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", [b"xx", b"{}", b"[1]", b'{"step":null}', b"\xff\xfe", b"", b"[" * 9999])
+def test_a_damaged_line_is_named_before_anything_is_written(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":0}\n' + line + b'\n{"step":2}\n')
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl line 2: [^\n]*; delete the line$"):
+        MetricsLog(path)
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is a folder, a pipe or a socket"):  # and does not block
+        MetricsLog(path)
+
+
+def test_a_file_that_is_gone_when_the_run_goes_back_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        path.unlink()
+        with pytest.raises(OutputError, match=r"metrics\.jsonl cannot be written: No such file"):
+            log(RolledBack(1.0, 0, 0, 0))

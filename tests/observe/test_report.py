@@ -193,8 +193,9 @@ def test_hostile_names_stay_text(fake_run: FakeRuns) -> None:
 def test_report_keys_are_frozen(fake_run: FakeRuns) -> None:
     assert sorted(build_report(fake_run(2, 1))) == [
         "advice", "balanced_generators", "bubbles", "checkpoint", "conservation", "counts", "error", "evaluations",
-        "median_step_s", "notes", "num_segments", "num_steps", "outcome", "overlap_ratio", "reward", "run", "schema",
-        "staleness", "steps", "steps_per_minute", "tag", "timeline", "wall_s", "weight_sync", "workers",
+        "losses", "median_of", "median_step_s", "notes", "num_segments", "num_steps", "outcome", "overlap_ratio",
+        "reward", "run", "schema", "staleness", "steps", "steps_per_minute", "tag", "timeline", "wall_s", "weight_sync",
+        "workers",
     ]  # fmt: skip
 
 
@@ -213,3 +214,7 @@ def test_ticks(low: float, high: float, expected: list[float]) -> None:
     assert ticks[0] <= low
     assert ticks[-1] >= high
     assert set(expected) <= set(ticks)
+
+
+def test_the_summary_of_nothing_is_a_line() -> None:
+    assert text_summary({}) == "nothing was recorded"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from digen.cli import main
 from digen.config import LoraSection, load_config
+from digen.errors import ConfigError, RewardError, StepFailed
 
 
 @pytest.fixture(autouse=True)
@@ -239,3 +241,42 @@ def test_values_after_an_equals_sign_and_after_a_space_are_the_same(capsys: pyte
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert "name: a.b" in outputs[0]
+
+
+@pytest.mark.parametrize(("cause", "code"), [(ConfigError("less than a step takes"), 2), (RewardError("is nan"), 1)])
+def test_a_config_that_a_step_shows_to_be_wrong_is_a_wrong_config(
+    cause: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StepFailed(f"step 0 failed: {cause}") from cause
+
+    monkeypatch.setattr("digen.runner.run", fail)
+    assert main(["train"]) == code
+    assert capsys.readouterr().err.startswith(f"digen: step 0 failed: {cause}\n")
+
+
+SIGNALLED = """
+import os
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "digen.runner":
+            os.kill(os.getpid(), int(sys.argv[1]))
+sys.meta_path.insert(0, Finder())
+from digen.cli import main
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_while_modules_are_imported_is_one_line(number: signal.Signals) -> None:
+    words = [sys.executable, "-c", SIGNALLED, str(int(number)), "--resume", "latest"]  # of nothing, which is an error
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "digen: interrupted\n")
+    assert not Path("runs").exists()
+
+
+def test_a_preemption_notice_while_modules_are_imported_ends_nothing() -> None:
+    words = [sys.executable, "-c", SIGNALLED, str(int(signal.SIGUSR1)), "--resume", "latest"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr[:38]) == (2, "digen: there is no run to resume in ru")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,9 +16,10 @@ import pytest
 from structlog.testing import capture_logs
 
 import digen
-from digen import StepReport
+from digen import StepReport, signals
 from digen.checkpoint import verify
 from digen.events import AnyEvent, CheckpointSaved, RunFinished, RunStarted, fan_out
+from digen.runner import _Interrupt, _interruptible
 from digen.sched import check
 from tests.run.harness import Site, workers_of
 
@@ -107,6 +109,38 @@ def test_a_terminal_that_goes_away_ends_no_run(site: Site, monkeypatch: pytest.M
         assert digen.run(site.config()).outcome == "completed"
     assert site.events() == events
     assert [entry["sink"] for entry in logs if entry["log_level"] == "warning"] == ["Progress"]
+
+
+@pytest.mark.asyncio
+async def test_an_interruption_after_the_last_step_is_not_swallowed() -> None:
+    """While workers are closed there is no step left to finish."""
+    task = asyncio.current_task()
+    assert task is not None
+    over: Any = SimpleNamespace(outcome="completed")  # which could not be drained
+    interrupt = _Interrupt(task)
+    interrupt.begin(over)
+    interrupt(signal.SIGUSR1)
+    assert not interrupt.preempted
+    interrupt(signal.SIGINT)
+    with pytest.raises(asyncio.CancelledError, match="interrupted by SIGINT"):
+        await asyncio.sleep(0)
+    task.uncancel()
+
+
+def test_a_preemption_notice_before_the_run_is_kept_for_it() -> None:
+    async def noticed() -> bool:
+        async with _interruptible(signals=True) as interrupt:
+            return interrupt.preempted
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with signals.remembered():
+        assert not asyncio.run(noticed())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        signals.obey()
+        assert asyncio.run(noticed())
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_a_wrong_config_raises_and_starts_nothing(site: Site) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -211,6 +212,7 @@ class Run:
 
 
 UNDISTURBED = Run(Scripted())
+FIRST = frozenset({(0, 2)})
 
 
 @pytest.mark.parametrize("kind", ["death", "silent_death", "garbage"])
@@ -338,7 +340,7 @@ def test_a_resumed_run_leaves_poison_out_at_the_price_of_no_worker(method: str, 
     assert [event.worker for event in again.of(WorkerLost)] == (["trainer"] if rolls_back else [])
     assert bool(again.of(RolledBack)) == rolls_back
     assert {(event.step, event.uid) for event in again.of(GroupDropped)} == {(1, "s1p2")}
-    assert "in quarantine: " in again.of(GroupDropped)[0].error
+    assert "in quarantine since an earlier run: " in again.of(GroupDropped)[0].error
     assert not any(event.kind == "generate" and (event.step, event.index) == (1, 2) for event in again.of(TaskStarted))
     assert again.fold.counts["num_quarantined"] == 1
     if first.error is None:
@@ -369,15 +371,49 @@ def test_a_poisoned_prompt_that_is_cut_costs_little_more_than_one_that_is_not(me
     assert again.trainer.weights == run.trainer.weights
 
 
+def test_a_prompt_that_was_given_up_gets_one_attempt_in_later_steps() -> None:
+    plan = Plan(["a", "b"], num_steps=3, prompts_per_step=4, samples_per_prompt=1)
+    first, second = (
+        next((step, m.index) for m in plan.step(step) if m.slices[0].prompt.text == "a") for step in range(2)
+    )
+    poison = FaultPlan(0, poison=frozenset({("generate", *first), ("generate", *second)}))
+    dropped = frozenset({first, second})
+    run = Run(poison, max_dropped_groups=0.5, dropped=dropped)
+    assert [(event.step, event.attempts) for event in run.of(Quarantined)] == [(0, 3), (1, 1)]
+    assert len(run.of(WorkerLost)) == 4
+    again = Run(poison, max_dropped_groups=0.5, dropped=dropped, quarantined=run.of(Quarantined)[:1])
+    assert len(again.of(WorkerLost)) == 1, "a resumed run knows the prompt too"
+
+
 def test_quarantine_is_heeded_only_where_it_can_be() -> None:
     found = Run(FaultPlan(0, poison=frozenset({("generate", 1, 2)}))).of(Quarantined)
     assert Run(Scripted(), quarantined=found).of(Quarantined) == [], "nothing may be dropped: it is tried again"
     (event,) = found
     other = Run(Scripted(), quarantined=[msgspec.structs.replace(event, step=2)], max_dropped_groups=0.5)
     assert "step 2 micro-batch 2 is in quarantine, but of another plan" in str(other.error)
+    assert other.of(TaskStarted) == []
     few = Run(Scripted(), quarantined=found, max_dropped_groups=0.1)
     assert "1 of the 4 groups of step 1 have no reward, more than schedule.max_dropped_groups=0.1" in str(few.error)
-    assert few.of(TaskStarted) == []
+    assert few.trainer.weights.version == 1, "what comes before is trained"
+
+
+def test_a_drain_before_anything_is_generated_trains_nothing() -> None:
+    (event,) = Run(FaultPlan(0, poison=frozenset({("generate", 0, 2)})), max_dropped_groups=0.5, dropped=FIRST).of(
+        Quarantined
+    )
+
+    def drain_then(scheduler: Scheduler) -> None:
+        leave_out = scheduler._recovery.leave_out_quarantined
+
+        def leave_out_and_drain() -> None:
+            leave_out()
+            scheduler.drain()
+
+        scheduler._recovery.leave_out_quarantined = leave_out_and_drain  # type: ignore[method-assign]
+
+    plan = Plan(["a", "b"], num_steps=3, prompts_per_step=4, samples_per_prompt=1)
+    run = Run(Scripted(), quarantined=[event], max_dropped_groups=0.5, num_steps=0, plan=plan, body=drain_then)
+    assert run.of(TaskStarted) == []
 
 
 @pytest.mark.parametrize("method", ["generate", "score", "update"])
@@ -388,6 +424,8 @@ def test_poison_ends_the_run_where_nothing_may_be_dropped(method: str) -> None:
     (quarantined,) = run.of(Quarantined)
     assert (quarantined.kind, quarantined.attempts) == (method, 3)
     assert [event.attempt for event in run.of(TaskRetried)] == [2, 3]
+    note = run.error.__notes__[-1]
+    assert re.match(rf"step 1 micro-batch 2 \(prompt '[ab]'\) is given up after 3 attempts to {method}; with", note)
 
 
 def test_code_that_raises_is_tried_again_without_a_restart() -> None:

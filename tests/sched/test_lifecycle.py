@@ -47,6 +47,7 @@ from digen.events import (
     TaskStarted,
     WorkerJoined,
     WorkerLeft,
+    WorkerLost,
     tolerated,
 )
 from digen.sched import check, loop
@@ -1124,3 +1125,40 @@ def test_a_hold_ends_when_the_last_generator_with_old_weights_leaves(simulate: C
     )
     assert run.schedule("new")[0] == "generate 1/0 45-55"
     assert run.outcome == "completed"
+
+
+class Fragile(SimWorker):
+    """Its engine falls over once, with an error of its own."""
+
+    num_lives = 1
+
+    async def generate(self, micro_batch: MicroBatch, /) -> Rollout:
+        if self.num_lives == 1 and micro_batch.step == 1:
+            raise ConnectionError("engine fell over")
+        return await super().generate(micro_batch)
+
+    async def restart(self) -> None:
+        self.num_lives += 1
+        self.version = 0
+
+
+def test_a_handle_that_can_restart_does_so_whatever_it_raises(simulate: Callable[..., Any]) -> None:
+    fragile = Fragile("g0", {"generate": 1})
+    run = simulate(num_steps=3, generators=[fragile], trainer={"update": 1})
+    (lost,) = run.of(WorkerLost)
+    assert (lost.reason, lost.error) == ("raised", "engine fell over")
+    assert fragile.num_lives == 2
+    run.trained_once()
+
+
+def test_one_that_cannot_ends_the_run(simulate: Callable[..., Any]) -> None:
+    class Whole(Fragile):
+        restart = None  # type: ignore[assignment]
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "restart":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    run = simulate(num_steps=3, generators=[Whole("g0", {"generate": 1})], catch=StepFailed)
+    assert "engine fell over" in str(run.error)

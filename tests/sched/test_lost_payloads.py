@@ -12,7 +12,19 @@ import pytest
 from digen import PayloadLost, Plan, ScheduleConfig, Scheduler, StepFailed
 from digen.config import AdvantageSection
 from digen.errors import InvariantViolation
-from digen.events import GroupCompleted, RolloutLost, TaskFailed, TaskFinished, TaskStarted, WorkerLost, WorkerRestarted
+from digen.events import (
+    GroupCompleted,
+    GroupDropped,
+    MicroBatchSettled,
+    Quarantined,
+    RolloutLost,
+    TaskFailed,
+    TaskFinished,
+    TaskStarted,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRestarted,
+)
 from digen.groups import GroupAssembler
 from digen.restarts import RestartsSection
 from digen.sched import InvariantChecker
@@ -21,7 +33,7 @@ from digen.sched.state import State, Step, Task, Worker
 from digen.sched.tag import policy_from
 from digen.types import Payload, Rollout, UpdateReport
 from digen.workers.clock import run_virtual
-from digen.workers.faulty import FaultPlan, FaultyWorker
+from digen.workers.faulty import Fault, FaultPlan, FaultyWorker
 from experiments import faults
 from tests.sched.test_faults_simulated import TIMES, UNDISTURBED, Run, Scripted
 
@@ -279,3 +291,84 @@ def test_a_group_that_lost_rewards_is_open_until_they_come_again(kind: Any) -> N
         groups.forget(1)
     again = collect(groups, 1)
     assert again == (whole if kind == "global_std" else {index: whole[index] for index in (0, 1)})
+
+
+def test_a_generator_that_leaves_as_its_weights_are_lost() -> None:
+    class Leaver(Thief):
+        async def load(self, publication: Any, /) -> Any:
+            if self.name == "gen0" and not leaving:
+                leaving.append(self.name)
+                schedulers[0].remove_worker(self.name)
+                await asyncio.sleep(1)
+                raise PayloadLost("gone", worker="trainer", task="load")
+            return await super().load(publication)
+
+    leaving: list[str] = []
+    schedulers: list[Scheduler] = []
+    events: list[Any] = []
+    workers = [Leaver(name, FaultPlan(0), TIMES) for name in ("trainer", "gen0", "gen1")]
+    for worker in workers:
+        worker.stolen = {}
+
+    async def main() -> None:
+        plan = Plan(["a", "b"], num_steps=3, prompts_per_step=4, samples_per_prompt=1)
+        async with Scheduler(
+            plan, trainer=workers[0], generators=workers[1:], sinks=[events.append, InvariantChecker()]
+        ) as scheduler:
+            schedulers.append(scheduler)
+            async for _ in scheduler:
+                pass
+
+    run_virtual(main())
+    assert workers[0].weights.version == 3
+    assert [event.worker for event in events if isinstance(event, WorkerLeft)] == ["gen0"]
+
+
+class Frail(FaultPlan):
+    """Micro-batch 1 cannot be generated a second time."""
+
+    num_generated = 0
+
+    def draw(self, where: str, method: str, step: int, index: int) -> Fault | None:
+        if method != "generate" or index != 1:
+            return None
+        self.num_generated += 1
+        return self._happens(Fault(where, method, "death")) if self.num_generated > 1 else None
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_is_trained_on_stays_though_its_group_is_lost_meanwhile(dies: bool) -> None:
+    """Also when the trainer dies then: the loss is the trainer's, and nobody's poison."""
+
+    def script(scheduler: Scheduler) -> None:
+        def lose() -> None:
+            (rollout,) = (step.rollouts[1] for step in scheduler._state.steps.values())
+            rollout.payload.gone = True  # type: ignore[attr-defined]
+            scheduler._recovery.take_stock()
+            scheduler._inbox.wake()
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(30, lose)
+        if dies:
+            loop.call_later(150, lambda: asyncio.ensure_future(scheduler._trainer.kill("for the test")))  # type: ignore[attr-defined]
+
+    run = Run(
+        Frail(0),
+        plan=Plan(["a", "b"], num_steps=1, prompts_per_step=2, samples_per_prompt=2, micro_batch_size=1),
+        num_steps=1,
+        times={**TIMES, "update": 200},
+        rules={"budget": 10, "deadline_floor_s": 1e6, "first_deadline_s": 1e6},
+        body=script,
+        dropped=frozenset({(0, 1)}),
+        max_dropped_groups=0.5,
+        update_order="ready",
+    )
+    assert run.error is None
+    assert len([event for event in run.of(WorkerLost) if event.role == "trainer"]) == dies
+    assert [(event.kind, event.index) for event in run.of(Quarantined)] == [("generate", 1)]
+    assert [event.uid for event in run.of(GroupDropped)] == ["s0p0"]
+    settled = {event.index: event.outcome for event in run.of(MicroBatchSettled)}
+    assert settled == {0: "updated", 1: "dropped", 2: "updated", 3: "updated"}
+    (report,) = run.reports
+    assert report.metrics()["reward/zero_std_ratio"] == 0
+    assert report.metrics()["reward/dropped_groups"] == 1

@@ -58,13 +58,14 @@ class Run:
         rules: dict[str, Any] | None = None,
         trainer: type[FaultyWorker] = FaultyWorker,
         num_steps: int = 4,
+        times: dict[str, Any] = TIMES,
         **config: Any,
     ) -> None:
         disk, plan = SimDisk(), Scripted(*faults)
         self.events: list[AnyEvent] = []
         self.error: DigenError | None = None
-        self.trainer = trainer("trainer", plan, TIMES, disk=disk)
-        generators = [FaultyWorker(f"gen{number}", plan, TIMES) for number in range(2)]
+        self.trainer = trainer("trainer", plan, times, disk=disk)
+        generators = [FaultyWorker(f"gen{number}", plan, times) for number in range(2)]
 
         async def main() -> None:
             at_once(asyncio.get_running_loop())
@@ -150,7 +151,7 @@ def test_a_lost_trainer_takes_back_no_step_that_a_snapshot_holds(method: str, nu
     held = [event.version for event in run.of(TaskFinished) if event.kind == "snapshot" and event.time < lost.time]
     (back,) = run.of(WorkerRestarted)
     assert back.version == max(held, default=0)
-    committed = method in {"publish", "snapshot"} or (method, kind) == ("commit", "none")
+    committed = method in {"publish", "snapshot"}
     rolled = [(event.version, event.from_version) for event in run.of(RolledBack)]
     assert rolled == ([(number - 1, number)] if committed else [])
     generated = [event for event in run.of(TaskStarted) if event.kind == "generate"]
@@ -178,7 +179,9 @@ def test_a_newer_checkpoint_is_preferred_and_what_is_older_than_it_is_replaced()
 @pytest.mark.parametrize("kind", ["death", "raise", "garbage"])
 @pytest.mark.parametrize(("every", "back_at"), [(2, 2), (None, 0)])
 def test_one_that_cannot_be_recalled_leaves_the_checkpoint(kind: str, every: int | None, back_at: int) -> None:
-    run = Run(("update", 14, "death"), ("recall", 1, kind), every=every)
+    """One that a trainer dies of is tried once more."""
+    twice = [("recall", 2, kind)] if kind == "death" else []
+    run = Run(("update", 14, "death"), ("recall", 1, kind), *twice, every=every)
     (warning,) = run.logs
     assert warning["event"] == "a snapshot cannot be recalled; what counts is the newest checkpoint"
     assert "trainer" in warning["reason"]
@@ -187,6 +190,14 @@ def test_one_that_cannot_be_recalled_leaves_the_checkpoint(kind: str, every: int
     assert run.trainer.weights == UNDISTURBED.trainer.weights
     again = range(back_at or 1, 5)
     assert run.versions("snapshot") == [1, 2, 3, *again], "and one is taken of the state that was gone back to"
+
+
+def test_one_that_a_trainer_dies_of_once_is_recalled_by_the_next() -> None:
+    run = Run(("update", 14, "death"), ("recall", 1, "death"))
+    assert (run.logs, run.of(RolledBack), len(run.of(WorkerLost))) == ([], [], 2)
+    (back,) = run.of(WorkerRestarted)
+    assert back.version == 3
+    assert run.trainer.weights == UNDISTURBED.trainer.weights
 
 
 def test_after_going_back_nothing_of_the_future_that_was_given_up_is_recalled() -> None:
@@ -207,8 +218,17 @@ def test_a_checkpoint_that_is_lost_with_a_trainer_is_made_up_for_at_once() -> No
     assert [event.version for event in run.of(CheckpointSaved)] == [2, 4, 6], "what comes again is not made up for"
 
 
+@pytest.mark.parametrize("write", [31, 32])
+def test_a_checkpoint_that_was_lost_is_owed_until_another_is_saved(write: int) -> None:
+    """That of version 2 is lost, and so is the version whose checkpoint was to follow it at once."""
+    times = TIMES | {"write": write}
+    run = Run(("write", 1, "silent_death"), every=2, trainer=FaultyWriter, times=times)
+    assert [(event.version, event.from_version) for event in run.of(RolledBack)] == [(3, 4)]
+    assert [event.version for event in run.of(CheckpointSaved)] == [3, 4]
+
+
 def test_a_death_while_the_checkpoint_is_restored_is_a_loss_like_any_other() -> None:
-    run = Run(("update", 14, "death"), ("recall", 1, "death"), ("restore", 1, "death"), every=2)
+    run = Run(("update", 14, "death"), ("recall", 1, "raise"), ("restore", 1, "death"), every=2)
     assert len(run.of(WorkerLost)) == 2
     assert [event.version for event in run.of(WorkerRestarted)] == [2], "what failed once is not recalled again"
     assert run.trainer.weights == UNDISTURBED.trainer.weights

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from digen import Scheduler, SimWorker, StepFailed, UpdateReport, WorkerDied
-from digen.errors import CheckpointError
-from digen.events import BubbleOpened, CheckpointSaved, RunFinished, StepCommitted, TaskFinished
+from digen import Plan, Scheduler, SimWorker, StepFailed, UpdateReport, WorkerDied
+from digen.errors import CheckpointError, NumericsError
+from digen.events import BubbleOpened, CheckpointSaved, RunFinished, StepCommitted, TaskFailed, TaskFinished
+from digen.restarts import RestartsSection
+from digen.workers.clock import run_virtual
+from digen.workers.faulty import Fault, FaultPlan, FaultyWorker
 
 WORKERS: dict[str, Any] = {"generators": [{"generate": 1}], "trainer": {"update": 10}}
 
@@ -120,7 +123,7 @@ class Mortal(SimWorker):
 def test_a_run_that_fails_meanwhile_waits_a_while(
     simulate: Callable[..., Any], write_s: float, saved: list[int]
 ) -> None:
-    trainer = Mortal(1, ValueError("a bug"))
+    trainer = Mortal(1, NumericsError("a bug"))
     run = simulate(
         num_steps=3, generators=[{"generate": 1}], trainer=trainer, checkpointer=Writing(write_s), catch=StepFailed
     )
@@ -151,3 +154,37 @@ def test_a_loss_that_only_the_writing_has_seen_is_found_by_the_next_save(simulat
     assert [event.version for event in run.of(CheckpointSaved)] == [1, 2, 3]
     kinds = [event.kind for event in run.of(TaskFinished) if event.worker == "trainer"]
     assert kinds[-2:] == ["checkpoint", "checkpoint"]
+
+
+class Unstartable(FaultPlan):
+    """The generator dies once, and none can be started in its place."""
+
+    def draw(self, where: str, method: str, step: int, index: int) -> Fault | None:
+        return Fault(where, method, "death") if method == "start" and where.startswith("gen0") else None
+
+
+def test_a_checkpoint_that_is_begun_as_a_restart_fails_for_good_is_waited_for() -> None:
+    """The run fails in the instant in which the copy is done: its answer is in the same batch as the restart's end."""
+    times = {"generate": 3, "score": 1, "update": 2, "commit": 1, "publish": 1, "load": 1, "start": 0.5}
+    checkpointer, events = Writing(write_s=3), list[Any]()
+    trainer, generator = (FaultyWorker(name, Unstartable(0), times) for name in ("trainer", "gen0"))
+
+    async def main() -> None:
+        scheduler = Scheduler(
+            Plan(["a", "b"], num_steps=3, prompts_per_step=2, samples_per_prompt=1),
+            trainer=trainer,
+            generators=[generator],
+            restarts=RestartsSection(budget=1, snapshot_every=0),
+            sinks=[events.append],
+            checkpointer=checkpointer,
+        )
+        async with scheduler:
+            asyncio.get_running_loop().call_later(12.5, lambda: asyncio.ensure_future(generator.kill("for the test")))
+            async for _ in scheduler:
+                pass
+
+    with pytest.raises(StepFailed, match="could not be started again"):
+        run_virtual(main())
+    failed = [event.time for event in events if isinstance(event, TaskFailed) and event.kind == "checkpoint"]
+    assert [(event.version, event.time - 3) for event in events if isinstance(event, CheckpointSaved)] == [(1, 13.0)]
+    assert failed == [16.0]

@@ -39,7 +39,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that can be published, by their names in safetensors files."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Their names by dtype."""
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):
@@ -156,7 +157,7 @@ class Layout(Struct, frozen=True, dict=True):
                 "trainer and generator must be built from the same model"
             )
         for name, parameter in parameters.items():
-            spec, dtype = specs[name], _NAMES.get(parameter.dtype)
+            spec, dtype = specs[name], NAMES.get(parameter.dtype)
             if spec.shape != tuple(parameter.shape) or spec.dtype != dtype:
                 raise ConfigError(
                     f"weights of version {version}: {name} is {spec.shape} {spec.dtype}, the model has "
@@ -221,9 +222,9 @@ def plan(parameters: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], ra
     with ranks.together():
         for index, (name, parameter) in enumerate(sorted(parameters.items())):
             dtype = dtypes[name]
-            if dtype not in _NAMES:
+            if dtype not in NAMES:
                 raise ConfigError(f"{name} is {dtype}, which cannot be published; known: {', '.join(DTYPES)}")
-            specs.append(TensorSpec(name, _NAMES[dtype], tuple(parameter.shape)))
+            specs.append(TensorSpec(name, NAMES[dtype], tuple(parameter.shape)))
             part = Part(name, parameter)
             start, stop = (0, parameter.numel()) if whole else (part.start, part.stop)
             writes = ranks.rank == 0 if whole or not part.sharded else part.primary

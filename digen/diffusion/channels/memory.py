@@ -1,8 +1,9 @@
 """Weights through shared memory: written once by the trainer's ranks, in place, and read by every generator.
 
-A segment holds the tensors and four arrays beside them: the layout as JSON, the checksum of every piece, whether it is
-complete, and a token. A thread fills it while the trainer goes on, and generators copy piece by piece behind it. The
-driver lends the segment to them and gives it back when nobody reads it, so two or three segments serve a whole run.
+A segment holds the tensors and five arrays beside them: the layout as JSON, the checksum of every piece, whether it is
+complete, who writes it, and a token. A thread fills it while the trainer goes on, and generators copy piece by piece
+behind it; when the trainer dies they notice at once. The driver lends the segment to them and gives it back when nobody
+reads it, so two or three segments serve a whole run.
 
 Ranks of a sharded trainer all write into rank 0's segment, each its own rows. They open it by rank 0's descriptor,
 which only processes of the same user can, and know it by the token. Where one cannot, on another host, rank 0 gathers.
@@ -31,11 +32,11 @@ from torch import Tensor
 from digen.diffusion.channels.base import Deadline, Outbox, device_of, own_pieces, parts_of, whole_pieces, write
 from digen.diffusion.channels.layout import Bytes, Layout
 from digen.diffusion.ranks import Ranks
-from digen.errors import ConfigError, ProtocolError
+from digen.errors import ConfigError, PayloadLost, ProtocolError
 from digen.handles import Memory
 from digen.types import Payload, Publication
 
-LAYOUT, SUMS, DONE, TOKEN = "@layout", "@sums", "@done", "@token"
+LAYOUT, SUMS, DONE, WRITERS, TOKEN = "@layout", "@sums", "@done", "@writers", "@token"
 """Arrays of the payload that are no tensors."""
 
 _FORMATS = {
@@ -115,6 +116,8 @@ class MemorySender(Outbox):
             return None
         if self._ranks.rank:
             slots = self._reach(layout, address, offsets)
+        if slots is not None and self._ranks.rank < len(slots.writers):
+            slots.writers[self._ranks.rank] = os.getpid(), _birth(os.getpid()) or 0
         somebody_cannot = self._ranks.largest(slots is None)
         if slots is None:
             return None
@@ -161,11 +164,12 @@ class MemorySource:
 
         Raises:
             WorkerTimeout: the piece is not complete in time.
+            PayloadLost: whoever was to write it has died.
             ProtocolError: it never will be.
         """
         done = self._slots.done
         if not done[index]:
-            self._deadline.wait_for(lambda: bool(done[index]), self._awaited)
+            self._deadline.wait_for(partial(self._is_settled, index), self._awaited)
         if done[index] == _FAILED:
             raise ProtocolError("the trainer gave up writing these weights; its next commit says why")
         return int(self._slots.sums[index])
@@ -176,6 +180,15 @@ class MemorySource:
 
     def close(self) -> None:
         """As :meth:`digen.diffusion.channels.base.Source.close`."""
+
+    def _is_settled(self, index: int) -> bool:
+        pid, born = self._slots.writers[self.layout.pieces[index].rank].tolist()
+        lives = not born or _birth(pid) == born
+        if self._slots.done[index]:
+            return True
+        if not lives:
+            raise PayloadLost(f"the trainer died while it wrote the weights: {self._awaited()}", task="load")
+        return False
 
     def _awaited(self) -> str:
         return f"{np.count_nonzero(self._slots.done == 0)} of {len(self._slots.done)} pieces were not written"
@@ -193,12 +206,16 @@ class _Address(Struct, frozen=True, array_like=True):
 
 
 class _Slots:
-    """The arrays of a payload: tensors as bytes, in the layout's order, and the pieces' sums and states."""
+    """The arrays of a payload: tensors as bytes, in the layout's order, the pieces' sums and states, their writers."""
 
-    def __init__(self, tensors: list[Bytes], sums: NDArray[np.uint64], done: Bytes) -> None:
+    def __init__(
+        self, tensors: list[Bytes], sums: NDArray[np.uint64], done: Bytes, writers: NDArray[np.uint64]
+    ) -> None:
         self.tensors = tensors
         self.sums = sums
         self.done = done
+        self.writers = writers
+        """By rank of the trainer: process id, and when it was started."""
 
     @classmethod
     def of(cls, layout: Layout, arrays: Mapping[str, Any]) -> _Slots:
@@ -211,7 +228,7 @@ class _Slots:
                 )
         if not len(sums) == len(done) == len(layout.pieces):
             raise ProtocolError(f"{len(layout.pieces)} pieces were published with {len(sums)} checksums")
-        return cls(tensors, sums, done)
+        return cls(tensors, sums, done, np.asarray(arrays[WRITERS]).reshape(-1, 2))
 
     def fill(self, layout: Layout, pieces: Iterable[tuple[int, Tensor]], rank: int) -> None:
         """Write the pieces of one rank, each with its checksum and then its state."""
@@ -245,12 +262,28 @@ def _read_layout(encoded: bytes) -> Layout:
 
 def _shapes(layout: Layout) -> dict[str, tuple[str, tuple[int, ...]]]:
     count = len(layout.pieces)
-    own = {LAYOUT: ("B", (len(layout.encoded),)), SUMS: ("L", (count,)), DONE: ("B", (count,)), TOKEN: ("L", (1,))}
+    num_ranks = 1 + max((piece.rank for piece in layout.pieces), default=0)
+    own = {
+        LAYOUT: ("B", (len(layout.encoded),)),
+        SUMS: ("L", (count,)),
+        DONE: ("B", (count,)),
+        WRITERS: ("L", (num_ranks, 2)),
+        TOKEN: ("L", (1,)),
+    }
     return {spec.name: (_FORMATS[spec.dtype], spec.shape) for spec in layout.tensors} | own
 
 
 def _is_written(views: Mapping[str, memoryview]) -> bool:
     return bool(np.all(np.asarray(views[DONE])))
+
+
+def _birth(pid: int) -> int | None:
+    """When a process of this machine was started, in ticks since it booted; ``None`` if it runs no more."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(numbers[18])
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from digen.diffusion.families.base import Images
 from digen.diffusion.rewards.prompts import class_label
-from digen.errors import MissingExtra
+from digen.extras import explain
 from digen.types import Prompt
 
 
@@ -60,8 +60,9 @@ class _Classifier:
             from sklearn.datasets import load_digits
             from sklearn.neural_network import MLPClassifier
             from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]  # it has no types
-        except ImportError:
-            raise MissingExtra("sklearn", "demo") from None
+        except ImportError as error:
+            explain(error, "demo")
+            raise
         self._threads = ThreadpoolController()
         digits = load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))[half::2]

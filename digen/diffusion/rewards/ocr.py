@@ -9,7 +9,7 @@ from PIL import Image
 
 from digen.diffusion.rewards.pictures import PictureReward
 from digen.diffusion.rewards.prompts import target_text
-from digen.errors import MissingExtra
+from digen.extras import explain
 from digen.types import Prompt
 
 
@@ -33,7 +33,8 @@ class TextMatch(PictureReward):
             import onnxruntime  # noqa: F401 - rapidocr needs it and says so only when it reads
             from rapidocr import RapidOCR
         except ImportError as error:
-            raise MissingExtra(error.name or "rapidocr", "rewards") from None
+            explain(error, "rewards")
+            raise
         self._read: Any = RapidOCR(
             params={
                 "Global.use_cls": False,
