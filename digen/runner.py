@@ -474,7 +474,7 @@ def _is_untouched(folder: Path) -> bool:
     events = folder / "events.jsonl"
     if (folder / _LOCK).is_file():
         return not (events.is_file() and events.stat().st_size)
-    return [path.name for path in folder.iterdir()] == [_QUARANTINE]
+    return [path.name for path in folder.glob("*")] == [_QUARANTINE]
 
 
 class _Interrupt:
