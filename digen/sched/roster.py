@@ -122,6 +122,7 @@ class Roster:
         lane = self.lanes.pop(worker.name)
         lane.cancel()
         self._abandon(lane.coroutine)
+        del lane.coroutine  # which refers to the lane: what the call held would stay until cycles are looked for
         worker.lost = True
         self._meter.left(worker, now)
         self._emit(WorkerLost(now, worker.name, worker.role, lost.reason, error, lost.wait_s))
@@ -143,6 +144,7 @@ class Roster:
     def restarted(self, restart: Restart) -> None:
         """An attempt to start a worker again has ended, well or not."""
         del self.restarts[restart.worker]
+        restart.error = None  # whose frames refer to the restart
         self._state.absent.pop(restart.worker.name, None)
         self._abandon(restart.coroutine)
 

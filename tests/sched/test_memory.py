@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 
 from digen import Payload, Plan, Scheduler, SimWorker, StepReport
 from digen.errors import ConfigError, StepFailed
-from digen.events import BubbleOpened, StepCommitted, TaskFinished, TaskStarted
+from digen.events import BubbleOpened, StepCommitted, TaskFinished, TaskStarted, WorkerLost
+from digen.restarts import RestartsSection
 from digen.types import MicroBatch, PayloadRef, Rollout
 from digen.workers.clock import run_virtual
 
@@ -161,3 +164,39 @@ def test_a_run_of_ten_thousand_steps_does_not_grow() -> None:
     (early, small), (_, _), (late, large) = seen[3_000], seen[6_000], seen[9_000]
     assert late - early < 200
     assert large - small < 2e6
+
+
+def test_what_a_lost_worker_read_goes_with_it(simulate: Callable[..., Any]) -> None:
+    """At once, not when the interpreter happens to look for cycles: it holds descriptors of shared memory."""
+
+    class Mortal(Heavy):
+        def __init__(self) -> None:
+            super().__init__("g0", {"generate": 1, "score": 1}, lambda step, index: 100)
+            self.num_lives = 1
+
+        async def generate(self, micro_batch: MicroBatch, /) -> Rollout:
+            rollout = await super().generate(micro_batch)
+            array = np.zeros(100, np.uint8)
+            watched.append(weakref.ref(array))
+            return msgspec.structs.replace(rollout, payload=Payload({"latents": array}))
+
+        async def score(self, rollout: Rollout, /) -> Any:
+            if self.num_lives == 1 and rollout.micro_batch.step == 1:
+                await asyncio.get_running_loop().create_future()
+            return await super().score(rollout)
+
+        async def kill(self, reason: str = "") -> None:
+            pass
+
+        async def restart(self) -> None:
+            self.num_lives, self.version = 2, 0
+
+    watched: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        run = simulate(num_steps=3, generators=[Mortal()], restarts=RestartsSection(first_deadline_s=50))
+        assert [event.reason for event in run.of(WorkerLost)] == ["hung"]
+        alive = [ref for ref in watched if ref() is not None]
+    finally:
+        gc.enable()
+    assert alive == []
