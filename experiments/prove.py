@@ -1,6 +1,6 @@
 """Run every long proof and benchmark and write what they print to ``experiments/results/``, dated, with versions.
 
-python experiments/prove.py [NAME ...]      all of them, or some; about 20 minutes on two cores
+python experiments/prove.py [NAME ...]      all of them, or some; about an hour on two cores
 """
 
 from __future__ import annotations

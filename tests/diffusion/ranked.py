@@ -48,10 +48,11 @@ def is_seven(images: Images, prompts: Sequence[Prompt]) -> list[float]:
 
 
 class Bench:
-    """One rank of a worker; the first ``num_ranks`` of them are those of the target, the others do nothing."""
+    """One rank of a worker; the first ``num_ranks`` of them are those of the target, which meet in ``folder``."""
 
-    def __init__(self, ranks: dict[str, Any]) -> None:
+    def __init__(self, ranks: dict[str, Any], folder: str) -> None:
         self._spec = msgspec.convert(ranks, RankSpec)
+        self._folder = folder
         self._num_meetings = 0
         self._target: Any = None
         self._kept: Rollout | None = None
@@ -126,7 +127,7 @@ class Bench:
             dist.destroy_process_group()
         return msgspec.to_builtins(self._spec) | {  # type: ignore[no-any-return]
             "num_ranks": num_ranks,
-            "rendezvous": f"{self._spec.rendezvous}{self._num_meetings}",
+            "rendezvous": f"file://{self._folder}/meeting-{self._num_meetings}",
         }
 
     def _count_forwards(self) -> None:

@@ -46,7 +46,14 @@ class Group:
     def __init__(self, folder: Path) -> None:
         self._runner = asyncio.Runner()
         self._folder = folder
-        self.worker = process_group("gen0", "tests.diffusion.ranked:Bench", MOST, rank_timeout_s=30, log_dir=folder)
+        self.worker = process_group(
+            "gen0",
+            "tests.diffusion.ranked:Bench",
+            MOST,
+            kwargs={"folder": str(folder)},
+            rank_timeout_s=30,
+            log_dir=folder,
+        )
         self.run(self.worker.start())
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:

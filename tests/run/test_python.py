@@ -50,18 +50,23 @@ async def test_run_in_a_running_loop_says_what_to_call(site: Site) -> None:
     assert not site.run_folder().exists()
 
 
+def _listening(process: psutil.Process) -> set[Any]:
+    return {each for each in process.net_connections() if each.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.asyncio
 async def test_arun_works_in_a_running_loop_and_leaves_nothing_when_cancelled(site: Site, undisturbed: Site) -> None:
     config = site.config(reward__kwargs={"pause_s": 0.1}, schedule__mode="tag")
     workers: list[psutil.Process] = []
     listening: list[Any] = []
+    before = _listening(psutil.Process())  # of other tests
 
     async def cancel(scope: anyio.CancelScope) -> None:
         while not site.checkpoint(1).exists():  # noqa: ASYNC110 - nothing tells when
             await asyncio.sleep(0.05)
         workers.extend(workers_of(os.getpid()))
         for process in (psutil.Process(), *workers):
-            listening.extend(each for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
+            listening.extend(_listening(process) - before)
         scope.cancel()
 
     with anyio.CancelScope() as scope:  # which cancels again whatever is awaited until it is left

@@ -26,10 +26,19 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 NUM_STEPS = 12
 
 
+_others: set[Path] = set()
+
+
+@pytest.fixture(autouse=True)
+def _those_of_other_tests() -> None:
+    _others.clear()
+    _others.update(Path("/proc/self/fd").iterdir())
+
+
 def segments() -> list[str]:
-    """The memory files that this process holds descriptors of, by name."""
+    """The memory files that this process has got descriptors of since the test began, by name."""
     found = []
-    for path in Path("/proc/self/fd").iterdir():
+    for path in set(Path("/proc/self/fd").iterdir()) - _others:
         try:
             name = str(path.readlink())
         except OSError:  # the descriptor of the listing itself
