@@ -291,7 +291,7 @@ class Recovery:
         )
         self._poison |= {_prompt(micro_batch)} - {None}
         error.add_note(
-            f"step {task.step} micro-batch {task.index} ({_prompts(micro_batch)}) is given up after "
+            f"step {task.step} micro-batch {task.index} ({_in_words(micro_batch)}) is given up after "
             f"{len(failed)} attempt{'s' * (len(failed) > 1)} to {task.kind}; "
             "with schedule.max_dropped_groups above 0 a run goes on without its groups"
         )
@@ -400,7 +400,7 @@ def _prompt(micro_batch: MicroBatch) -> str | None:
     return texts.pop() if len(texts) == 1 else None
 
 
-def _prompts(micro_batch: MicroBatch) -> str:
+def _in_words(micro_batch: MicroBatch) -> str:
     """Its prompts in words, the first few."""
     texts = list(dict.fromkeys(piece.prompt.text for piece in micro_batch.slices))
     shown = ", ".join(repr(text[:60]) for text in texts[:3])
